@@ -1,0 +1,690 @@
+"""Continuous batching: who computes how many tokens in the next step.
+
+The rules are those of vLLM's V1 scheduler, decision for decision; where this one differs on
+purpose, docs/architecture.md says how and why. Nothing in here reads a clock, sleeps or logs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from heapq import heappop, heappush
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from blockmanager.manager import BlockManager, Growth
+from blockmanager.table import BlockCopy, BlockTransfer
+from scheduler.config import SchedulerConfig
+from scheduler.plan import (
+    Admission,
+    Finished,
+    Fork,
+    Preemption,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+from scheduler.policies import FCFS, Policy, PoolState
+from scheduler.request import Request
+from scheduler.sequence import Sequence, SequenceArrays, SequenceState
+from scheduler.waiting import WaitingQueue
+
+
+class RequestRefusedError(ValueError):
+    """A request that can never be served here; the message has the numbers."""
+
+    def __init__(self, request_id: str, reason: str) -> None:
+        super().__init__(f"request {request_id} refused: {reason}")
+        self.request_id = request_id
+        self.reason = reason
+
+
+_Shortage = Literal["slots", "budget", "blocks"]
+
+
+class _Grant(NamedTuple):
+    """What a scheduled sequence got, and what undoing it needs."""
+
+    tokens: int
+    computed_before: int
+    registered_before: int
+    growth: Growth
+
+
+class _Step:
+    """A plan in the making."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.grants: dict[Sequence, _Grant] = {}
+        self.admitted: list[Admission] = []
+        self.preempted: list[Preemption] = []
+        self.swapped_in: list[BlockTransfer] = []
+        self.swapped_out: list[BlockTransfer] = []
+
+
+class Scheduler:
+    """Decides steps over one block manager.
+
+    ``add``, ``abort`` and ``expire`` may be called at any moment; ``schedule`` and ``update``
+    alternate.
+
+    Parameters
+    ----------
+    config
+        Limits and options.
+    blocks
+        The memory; this scheduler is its only user.
+    policy
+        Order of the queue, choice of victims, admission.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, policy: Policy | None = None
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.policy: Policy = FCFS() if policy is None else policy
+        self.arrays = SequenceArrays()
+        self.running: list[Sequence] = []
+        self.waiting = WaitingQueue(self.policy.queue_key)
+        self.swapped: deque[Sequence] = deque()
+        self._of_request: dict[str, list[Sequence]] = {}
+        self._deadlines: list[tuple[int, int, str]] = []
+        self._num_added = 0
+        self._num_preemptions = 0
+        self._extra_slots = 0  # of running sequences that have not forked yet
+        self._running_rows: npt.NDArray[np.int64] | None = None
+        self._retired_rows: list[int] = []
+        self._pending: StepPlan | None = None
+
+    # -- requests ----------------------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that wait, run or are swapped out."""
+        return len(self.running) + len(self.waiting) + len(self.swapped)
+
+    def blocks_at_peak(self, request: Request, output_tokens: int) -> int:
+        """Blocks that a request with ``output_tokens`` tokens in each of its outputs needs at its end.
+
+        The last token of an output is never written, so P prompt and O output tokens take
+        P + O - 1 slots. Outputs that fork share the full blocks of their prompt.
+        """
+        alone = self.blocks.blocks_for(request.num_prompt_tokens + output_tokens - 1)
+        if request.n == 1 or self.config.parallel_sampling == "separate":
+            return alone
+        shared = request.num_prompt_tokens // self.blocks.block_size
+        return shared + request.n * (alone - shared)
+
+    def refusal(self, request: Request) -> str | None:
+        """Why a request could never be served, with the numbers, or ``None`` if it could.
+
+        A ``max_tokens`` that the client gave is taken at its word. Without one the request may end
+        early, so only its prompt and first token must fit; it ends as ``kv_exhausted`` should it
+        outgrow the pool.
+        """
+        prompt, config = request.num_prompt_tokens, self.config
+        if request.id in self._of_request:
+            return "its id is in use by an unfinished request"
+        if prompt >= config.max_model_len:
+            return (
+                f"its prompt has {prompt} tokens, max_model_len {config.max_model_len} leaves room for "
+                f"at most {config.max_model_len - 1}"
+            )
+        if self.config.parallel_sampling == "fork" and request.n > config.max_num_seqs:
+            return f"it samples n = {request.n} outputs, max_num_seqs is {config.max_num_seqs}"
+        output_tokens = 1
+        if request.max_tokens is not None:
+            output_tokens = min(request.max_tokens, config.max_model_len - prompt)
+        need = self.blocks_at_peak(request, output_tokens)
+        if need > self.blocks.num_blocks:
+            what = f"{prompt} prompt tokens"
+            if request.max_tokens is not None:
+                what += f" and up to {output_tokens} output tokens"
+            if request.n > 1:
+                what += f" in each of {request.n} outputs"
+            return f"{what} need {need} blocks, the pool has {self.blocks.num_blocks}"
+        return None
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request.
+
+        Returns its sequences: one, or n where parallel samples are separate.
+
+        Raises
+        ------
+        RequestRefusedError
+            It could never be served. Nothing has changed.
+        """
+        reason = self.refusal(request)
+        if reason is not None:
+            raise RequestRefusedError(request.id, reason)
+        separate = request.n > 1 and self.config.parallel_sampling == "separate"
+        family: list[Sequence] = []
+        self._of_request[request.id] = family
+        for index in range(request.n if separate else 1):
+            sequence = self._new_sequence(request, index, 1 if separate else request.n)
+            sequence.table = self.blocks.new_table(
+                request.content, request.num_prompt_tokens, request.extra_keys
+            )
+            row = sequence.row
+            self.arrays.num_tokens[row] = request.num_prompt_tokens
+            self.arrays.num_keys[row] = sequence.table.num_keys
+            family.append(sequence)
+            self.waiting.push(sequence)
+        if request.deadline_ns is not None:
+            heappush(self._deadlines, (request.deadline_ns, self._num_added, request.id))
+        return list(family)
+
+    def _new_sequence(self, request: Request, index: int, slots: int) -> Sequence:
+        seq_id = request.id if request.n == 1 else f"{request.id}#{index}"
+        sequence = Sequence(request, seq_id, index, self._num_added, self.arrays)
+        self._num_added += 1
+        sequence.slots = slots
+        row, prompt = sequence.row, request.num_prompt_tokens
+        limit = min(self.config.max_model_len, self._pool_limit)
+        if request.max_tokens is not None:
+            limit = min(limit, prompt + request.max_tokens)
+        self.arrays.num_prompt[row] = prompt
+        self.arrays.limit[row] = limit
+        return sequence
+
+    @property
+    def _pool_limit(self) -> int:
+        """Tokens a sequence has when it fills the pool: the last one is not written."""
+        return self.blocks.num_blocks * self.blocks.block_size + 1
+
+    def abort(self, request_id: str, reason: str = "aborted") -> list[Finished]:
+        """End a request wherever it is; its blocks are free at once.
+
+        Returns its sequences that were unfinished (none for an unknown id: it may have just ended).
+        A step already scheduled is executed as planned, and its result for them is dropped.
+        """
+        finished = []
+        for sequence in list(self._of_request.get(request_id, ())):
+            if sequence.state is SequenceState.RUNNING:
+                self._remove_running(self.running.index(sequence))
+            elif sequence.state is SequenceState.SWAPPED:
+                self.swapped.remove(sequence)
+            else:
+                self.waiting.remove(sequence)
+            finished.append(self._finish(sequence, reason))
+        return finished
+
+    def expire(self, now_ns: int) -> list[Finished]:
+        """End every request whose deadline is ``now_ns`` or earlier, as ``timed_out``."""
+        finished = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            deadline, _, request_id = heappop(self._deadlines)
+            family = self._of_request.get(request_id)
+            # The id may have been used again by a request with another deadline.
+            if family and family[0].request.deadline_ns == deadline:
+                finished += self.abort(request_id, "timed_out")
+        return finished
+
+    def next_deadline(self) -> int | None:
+        """Earliest time at which ``expire`` could end something."""
+        while self._deadlines and self._deadlines[0][2] not in self._of_request:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    # -- a step ------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step: blocks are taken, ``num_computed_tokens`` advances by the grants."""
+        assert self._pending is None, "schedule() again before update()"
+        for row in self._retired_rows:
+            self.arrays.return_row(row)
+        self._retired_rows.clear()
+        step = _Step(self.config.max_num_batched_tokens)
+        if not self._grant_all_running(step):
+            self._grant_running_one_by_one(step)
+        num_running = len(step.grants)
+        if not step.preempted:
+            self._admit_waiting(step)
+            num_running = len(step.grants) - len(step.admitted)
+        self._pending = self._plan(step, num_running)
+        return self._pending
+
+    def _grant_all_running(self, step: _Step) -> bool:
+        """Grant every running sequence its tokens in a few array operations.
+
+        The common case. Returns False, with nothing done, where blocks are short (somebody must be
+        preempted) or a shared block may have to be copied: ``_grant_running_one_by_one`` tells what
+        happens then, and would do the same here.
+        """
+        if not self.running:
+            return True
+        arrays, rows = self.arrays, self._rows_of_running()
+        if arrays.shared[rows].any():
+            return False
+        before = arrays.num_computed[rows]
+        tokens = np.minimum(arrays.num_tokens[rows] - before, self._longest_chunk())
+        granted_up_to = np.cumsum(tokens)
+        if granted_up_to[-1] > step.budget:
+            left = np.maximum(step.budget - (granted_up_to - tokens), 0)
+            tokens = np.minimum(tokens, left)
+        after = before + tokens
+        size = self.blocks.block_size
+        # A sequence that gets nothing in this step gets no block either.
+        wanted = np.where(tokens > 0, -(-after // size) - arrays.blocks_held[rows], 0)
+        num_new = int(wanted.sum())
+        if num_new > self.blocks.num_free:
+            return False
+
+        growths: dict[int, Growth] = {}
+        if num_new:
+            growing = np.flatnonzero(wanted > 0)
+            tables = [self.running[i].table for i in growing.tolist()]
+            new_blocks = self.blocks.extend(tables, wanted[growing].tolist())
+            growths = {
+                i: Growth(new, []) for i, new in zip(growing.tolist(), new_blocks, strict=True)
+            }
+            arrays.blocks_held[rows] += wanted
+        registered = arrays.num_registered[rows]
+        arrays.num_computed[rows] = after
+        for i in np.flatnonzero(np.minimum(after // size, arrays.num_keys[rows]) > registered).tolist():
+            self._register(self.running[i], int(after[i]))
+
+        none = Growth([], [])
+        columns = zip(
+            self.running, tokens.tolist(), before.tolist(), registered.tolist(), strict=True
+        )
+        step.grants = {
+            sequence: _Grant(got, computed, keys, growths.get(i, none))
+            for i, (sequence, got, computed, keys) in enumerate(columns)
+            if got
+        }
+        step.budget -= int(tokens.sum())
+        return True
+
+    def _grant_running_one_by_one(self, step: _Step) -> None:
+        """Grant running sequences their tokens in list order, preempting where blocks are short."""
+        index = 0
+        while index < len(self.running) and step.budget > 0:
+            sequence = self.running[index]
+            before = sequence.num_computed_tokens
+            tokens = min(sequence.num_tokens - before, self._longest_chunk(), step.budget)
+            growth = self.blocks.grow(sequence.table, before, before + tokens)
+            while growth is None:
+                victim_index = self.policy.victim(self.running, sequence)
+                victim = self.running[victim_index]
+                need = self.blocks.blocks_to_grow(sequence.table, before, before + tokens)
+                self._preempt(victim_index, sequence, need, step)
+                if victim is sequence:
+                    return
+                if victim_index < index:
+                    index -= 1
+                growth = self.blocks.grow(sequence.table, before, before + tokens)
+            self._grant(step, sequence, tokens, growth)
+            index += 1
+
+    def _longest_chunk(self) -> int:
+        """Most tokens one sequence may get: the long-prefill threshold, off when it is alone."""
+        threshold = self.config.long_prefill_token_threshold
+        if threshold and self.num_unfinished > 1:
+            return threshold
+        return self.config.max_num_batched_tokens
+
+    def _grant(self, step: _Step, sequence: Sequence, tokens: int, growth: Growth) -> None:
+        arrays, row = self.arrays, sequence.row
+        before = int(arrays.num_computed[row])
+        step.grants[sequence] = _Grant(tokens, before, sequence.table.num_registered, growth)
+        step.budget -= tokens
+        arrays.num_computed[row] = before + tokens
+        arrays.blocks_held[row] = len(sequence.table)
+        # From here on this sequence writes blocks of its own.
+        arrays.shared[row] = False
+        self._register(sequence, before + tokens)
+
+    def _register(self, sequence: Sequence, num_tokens: int) -> None:
+        self.blocks.register(sequence.table, num_tokens)
+        self.arrays.num_registered[sequence.row] = sequence.table.num_registered
+
+    def _preempt(self, index: int, requester: Sequence, blocks_needed: int, step: _Step) -> None:
+        """Take everything from a running sequence and send it back to the queue."""
+        victim = self._remove_running(index)
+        arrays, row = self.arrays, victim.row
+        blocks_free = self.blocks.num_free
+        grant = step.grants.pop(victim, None)
+        if grant is not None:  # its tokens go back to the budget, as if it had never been granted any
+            step.budget += grant.tokens
+            arrays.num_computed[row] = grant.computed_before
+            self.blocks.unregister(victim.table, grant.registered_before)
+        # What a dropped grant would have copied is not there to be swapped out.
+        transfers = None
+        if self.config.preemption_mode == "swap" and grant is None:
+            transfers = self.blocks.swap_out(victim.table)
+        lost = 0
+        if transfers is None:
+            self.blocks.free(victim.table)
+            lost = int(arrays.num_computed[row])
+            arrays.num_computed[row] = 0
+        else:
+            step.swapped_out += transfers
+        arrays.blocks_held[row] = 0
+        arrays.num_registered[row] = 0
+        arrays.shared[row] = False
+        victim.num_lost_tokens = lost
+        victim.num_preemptions += 1
+        victim.last_preemption = self._num_preemptions
+        self._num_preemptions += 1
+        if transfers is None:
+            victim.state = SequenceState.WAITING
+            self.waiting.push(victim)
+        else:
+            victim.state = SequenceState.SWAPPED
+            self.swapped.append(victim)
+        step.preempted.append(
+            Preemption(victim, requester, blocks_needed, blocks_free, lost, transfers is not None)
+        )
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """Admit from the head of the queue until something does not fit."""
+        while step.budget > 0:
+            # Whoever holds host memory comes back before anybody new is let in.
+            sequence = self.swapped[0] if self.swapped else self.waiting.head()
+            if sequence is None:
+                return
+            state = PoolState(len(self.running), self.blocks.num_free, self.blocks.num_blocks)
+            if not self.policy.admit(sequence, state):
+                return
+            while (short_of := self._try_admit(sequence, step)) is not None:
+                if short_of == "budget" or not self.running:
+                    return
+                index = self.policy.displace(sequence, self.running)
+                if index is None:
+                    return
+                need = 0 if short_of == "slots" else self.blocks.blocks_for(sequence.num_tokens)
+                self._preempt(index, sequence, need, step)
+
+    def _try_admit(self, sequence: Sequence, step: _Step) -> _Shortage | None:
+        """Let one sequence in, or change nothing and say what it is short of."""
+        taken = len(self.running) + self._extra_slots
+        if taken + sequence.slots > self.config.max_num_seqs:
+            return "slots"
+        if sequence.state is SequenceState.SWAPPED:
+            return self._try_swap_in(sequence, step)
+        num_tokens = sequence.num_tokens
+        hit = self.blocks.find_hit(sequence.table, num_tokens)
+        hit_tokens = len(hit) * self.blocks.block_size
+        tokens = min(num_tokens - hit_tokens, self._longest_chunk_of_new())
+        if tokens > step.budget:
+            if not self.config.enable_chunked_prefill:
+                return "budget"
+            tokens = step.budget
+        # While nothing runs nobody needs the headroom, and the head must not wait for ever.
+        watermark = bool(self.running)
+        if self.config.scheduler_reserve_full_isl and not self.blocks.fits(
+            num_tokens, hit, use_watermark=watermark
+        ):
+            return "blocks"
+        new_blocks = self.blocks.admit(
+            sequence.table, hit, hit_tokens + tokens, use_watermark=watermark
+        )
+        if new_blocks is None:
+            return "blocks"
+        self._count_hit(sequence, hit_tokens)
+        self.waiting.remove(sequence)
+        step.admitted.append(Admission(sequence, hit, sequence.was_admitted, swapped_in=False))
+        self.arrays.num_computed[sequence.row] = hit_tokens
+        self._start(sequence, tokens, Growth(new_blocks, []), step)
+        return None
+
+    def _longest_chunk_of_new(self) -> int:
+        # With chunked prefill off a prompt over the budget must be seen whole to be turned away.
+        threshold = self.config.long_prefill_token_threshold
+        return threshold if threshold and self.num_unfinished > 1 else self.config.max_model_len
+
+    def _try_swap_in(self, sequence: Sequence, step: _Step) -> _Shortage | None:
+        tokens = min(sequence.num_uncomputed_tokens, step.budget)
+        moved = self.blocks.swap_in(
+            sequence.table,
+            sequence.num_computed_tokens + tokens,
+            use_watermark=bool(self.running),
+        )
+        if moved is None:
+            return "blocks"
+        transfers, blocks = moved
+        step.swapped_in += transfers
+        self.swapped.popleft()
+        step.admitted.append(Admission(sequence, [], resumed=True, swapped_in=True))
+        self._start(sequence, tokens, Growth(blocks, []), step)
+        return None
+
+    def _start(self, sequence: Sequence, tokens: int, growth: Growth, step: _Step) -> None:
+        sequence.state = SequenceState.RUNNING
+        sequence.was_admitted = True
+        self.running.append(sequence)
+        self._running_rows = None
+        self._extra_slots += sequence.slots - 1
+        self.arrays.num_registered[sequence.row] = sequence.table.num_registered
+        self._grant(step, sequence, tokens, growth)
+
+    @staticmethod
+    def _count_hit(sequence: Sequence, hit_tokens: int) -> None:
+        """Tokens it had lost itself are found again, not hits; what it lost and does not find it
+        will compute again."""
+        lost = sequence.num_lost_tokens
+        sequence.num_refound_tokens += min(hit_tokens, lost)
+        sequence.num_cached_tokens += max(hit_tokens - lost, 0)
+        sequence.num_recomputed_tokens += max(lost - hit_tokens, 0)
+        sequence.num_lost_tokens = 0
+
+    def _plan(self, step: _Step, num_running: int) -> StepPlan:
+        arrays = self.arrays
+        sequences = list(step.grants)
+        grants = step.grants.values()
+        rows = np.array([sequence.row for sequence in sequences], np.int64)
+        granted = np.array([grant.tokens for grant in grants], np.int64)
+        before = np.array([grant.computed_before for grant in grants], np.int64)
+        num_tokens = arrays.num_tokens[rows]
+        samples = before + granted == num_tokens
+        copies: list[BlockCopy] = []
+        new_blocks = {}
+        for sequence, grant in step.grants.items():
+            copies += grant.growth.copies
+            if grant.growth.new_blocks:
+                new_blocks[sequence] = grant.growth.new_blocks
+        return StepPlan(
+            sequences=sequences,
+            rows=rows,
+            granted=granted,
+            computed_before=before,
+            samples=samples,
+            is_decode=samples & (granted == 1) & (num_tokens > arrays.num_prompt[rows]),
+            num_running=num_running,
+            num_waiting=len(self.waiting) + len(self.swapped),
+            num_free_blocks=self.blocks.num_free,
+            admitted=step.admitted,
+            preempted=step.preempted,
+            new_blocks=new_blocks,
+            copies=copies,
+            swapped_in=step.swapped_in,
+            swapped_out=step.swapped_out,
+            evicted=self.blocks.pool.drain_evicted(),
+        )
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
+        """Take in what a backend did: tokens, forks, finishes; blocks of the finished are free."""
+        assert plan is self._pending, "update() of a plan that schedule() did not just give"
+        self._pending = None
+        arrays, rows = self.arrays, plan.rows
+        sampled = plan.samples & arrays.alive[rows]
+        sampled_rows = rows[sampled]
+        arrays.num_tokens[sampled_rows] += 1
+        ends = sampled & (arrays.num_tokens[rows] >= arrays.limit[rows])
+
+        forked: list[Fork] = []
+        finished: list[Finished] = []
+        stops: dict[int, set[int]] = {}
+        for stop in result.stops:
+            stops.setdefault(stop.position, set()).add(stop.sample)
+        if result.token_ids is not None or self._extra_slots:
+            for position in np.flatnonzero(sampled).tolist():
+                sequence = plan.sequences[position]
+                family = [sequence]
+                if sequence.slots > 1:
+                    forked.append(self._fork_samples(sequence))
+                    family += forked[-1].children
+                if result.token_ids is not None:
+                    self._append_tokens(family, result.token_ids[position])
+
+        children_of = {fork.parent: fork.children for fork in forked}
+        for position in sorted(set(np.flatnonzero(ends).tolist()) | stops.keys()):
+            if not sampled[position]:
+                continue
+            sequence = plan.sequences[position]
+            stopped = stops.get(position, set())
+            for sample, member in enumerate([sequence, *children_of.get(sequence, ())]):
+                if sample in stopped:
+                    finished.append(Finished(member, "stop"))
+                elif ends[position]:
+                    finished.append(Finished(member, self._limit_reason(member)))
+        if finished:
+            gone = {entry.sequence for entry in finished}
+            self.running = [sequence for sequence in self.running if sequence not in gone]
+            self._running_rows = None
+            for sequence, reason in finished:
+                self._finish(sequence, reason)
+        everybody = len(sampled_rows) == len(plan.sequences)
+        return StepOutcome(
+            sampled_rows=sampled_rows,
+            sampled=None
+            if everybody
+            else [plan.sequences[i] for i in np.flatnonzero(sampled).tolist()],
+            finished=finished,
+            forked=forked,
+        )
+
+    def _append_tokens(self, family: list[Sequence], token_ids: Seq[int]) -> None:
+        """Let the block keys of a sequence (and of its new forks) know what was sampled."""
+        assert len(token_ids) == len(family), (
+            f"{family[0].id} samples {len(family)} tokens, the backend gave {len(token_ids)}"
+        )
+        for member, token_id in zip(family, token_ids, strict=True):
+            if member.table.keys is not None:
+                member.table.keys.append(token_id)
+                self.arrays.num_keys[member.row] = member.table.num_keys
+
+    def _limit_reason(self, sequence: Sequence) -> str:
+        request, num_tokens = sequence.request, sequence.num_tokens
+        asked = request.max_tokens
+        if num_tokens >= self.config.max_model_len:
+            return "length"
+        if asked is not None and num_tokens >= request.num_prompt_tokens + asked:
+            return "length"
+        return "kv_exhausted"
+
+    def _fork_samples(self, parent: Sequence) -> Fork:
+        """Split a request with n outputs into n sequences, at its first token."""
+        num_children = parent.slots - 1
+        parent.slots = 1
+        self._extra_slots -= num_children
+        children = [self.fork(parent, index) for index in range(1, num_children + 1)]
+        return Fork(parent, children)
+
+    def fork(self, parent: Sequence, index: int) -> Sequence:
+        """A running copy of a running sequence, on the same blocks; it takes a slot of its own.
+
+        For parallel samples and beams. The copies of shared blocks are made, and planned, when
+        either one writes.
+        """
+        assert parent.state is SequenceState.RUNNING, f"{parent.id} does not run"
+        arrays = self.arrays
+        child = self._new_sequence(parent.request, index, slots=1)
+        for name in SequenceArrays.COLUMNS:
+            column = getattr(arrays, name)
+            column[child.row] = column[parent.row]
+        child.table = self.blocks.fork(parent.table)
+        child.state = SequenceState.RUNNING
+        child.was_admitted = True
+        arrays.shared[parent.row] = arrays.shared[child.row] = True
+        family = self._of_request[parent.request.id]
+        family.append(child)
+        # Beside the rest of its family: they were admitted together.
+        last = max(i for i, sequence in enumerate(self.running) if sequence.request is parent.request)
+        self.running.insert(last + 1, child)
+        self._running_rows = None
+        return child
+
+    # -- bookkeeping -------------------------------------------------------------------------
+
+    def _rows_of_running(self) -> npt.NDArray[np.int64]:
+        if self._running_rows is None:
+            self._running_rows = np.array([sequence.row for sequence in self.running], np.int64)
+        return self._running_rows
+
+    def _remove_running(self, index: int) -> Sequence:
+        sequence = self.running.pop(index)
+        self._running_rows = None
+        self._extra_slots -= sequence.slots - 1
+        return sequence
+
+    def _finish(self, sequence: Sequence, reason: str) -> Finished:
+        self.blocks.free(sequence.table)
+        sequence.state = SequenceState.FINISHED
+        self.arrays.alive[sequence.row] = False
+        self.arrays.blocks_held[sequence.row] = 0
+        self._retired_rows.append(sequence.row)
+        family = self._of_request[sequence.request.id]
+        family.remove(sequence)
+        if not family:
+            del self._of_request[sequence.request.id]
+        return Finished(sequence, reason)
+
+    def check(self) -> None:
+        """Recompute what should hold between the queues, the rows and the blocks; slow.
+
+        Raises ``AssertionError`` naming what is wrong.
+        """
+        waiting = list(self.waiting)
+        everyone = [*self.running, *waiting, *self.swapped]
+        assert len(waiting) == len(self.waiting), "the queue's length is not that of its entries"
+        assert len(set(everyone)) == len(everyone), "a sequence is in two queues"
+        known = {sequence for family in self._of_request.values() for sequence in family}
+        assert known == set(everyone), f"lost or ghost sequences: {known ^ set(everyone)}"
+        for state, queue in (
+            (SequenceState.RUNNING, self.running),
+            (SequenceState.WAITING, waiting),
+            (SequenceState.SWAPPED, self.swapped),
+        ):
+            for sequence in queue:
+                assert sequence.state is state, f"{sequence} stands in the queue of the {state.value}"
+        rows = [sequence.row for sequence in everyone]
+        assert len(set(rows)) == len(rows), "two sequences share a row"
+        assert set(np.flatnonzero(self.arrays.alive).tolist()) == set(rows), "alive rows are not those in use"
+        slots = sum(sequence.slots for sequence in self.running)
+        assert slots == len(self.running) + self._extra_slots, "slots are miscounted"
+        assert slots <= self.config.max_num_seqs, f"{slots} slots of {self.config.max_num_seqs} taken"
+        for sequence in everyone:
+            self._check_sequence(sequence)
+        self.blocks.check(sequence.table for sequence in everyone)
+
+    def _check_sequence(self, sequence: Sequence) -> None:
+        arrays, row, table = self.arrays, sequence.row, sequence.table
+        computed, total = sequence.num_computed_tokens, sequence.num_tokens
+        assert 0 <= computed <= total, f"{sequence} has computed more than there is"
+        assert arrays.blocks_held[row] == len(table), f"{sequence} holds {len(table)} blocks, not what its row says"
+        assert arrays.num_registered[row] == table.num_registered, f"{sequence}: registrations miscounted"
+        assert arrays.num_keys[row] == table.num_keys, f"{sequence}: block keys miscounted"
+        assert total < arrays.limit[row], f"{sequence} is past its limit {arrays.limit[row]}"
+        if sequence.state is SequenceState.RUNNING:
+            assert len(table) == self.blocks.blocks_for(computed), (
+                f"{sequence} holds {len(table)} blocks for {computed} computed tokens"
+            )
+            first_shared = next(
+                (i for i, b in enumerate(table.blocks) if self.blocks.pool.ref_count(b) > 1), None
+            )
+            if computed % self.blocks.block_size and first_shared is not None and not arrays.shared[row]:
+                last = table.blocks[-1]
+                assert self.blocks.pool.ref_count(last) == 1, (
+                    f"{sequence} would write block {last}, which others hold too"
+                )
+        elif sequence.state is SequenceState.WAITING:
+            assert not table.blocks and computed == 0, f"{sequence} waits but holds blocks"
+        else:
+            assert len(table.host_blocks) == self.blocks.blocks_for(computed), f"{sequence}: lost host blocks"
