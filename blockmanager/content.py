@@ -119,7 +119,8 @@ class HashedContent:
             pieces[:, 2] = start % size
             data = pieces.tobytes()
             for k in range(num_blocks):
-                yield data[24 * k : 24 * k + 24]
+                # The tag keeps ids and offsets apart from token ids that happen to be equal.
+                yield b"h" + data[24 * k : 24 * k + 24]
             return
         for k in range(num_blocks):
             first, end = k * block_size, (k + 1) * block_size
@@ -129,7 +130,7 @@ class HashedContent:
                 length = min(size - offset, end - first)
                 parts.append(np.array([self.hash_ids[index], offset, length], "<i8").tobytes())
                 first += length
-            yield b"".join(parts)
+            yield b"h" + b"".join(parts)
 
 
 class KeyChain:

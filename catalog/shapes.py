@@ -37,7 +37,8 @@ class AttentionLayers:
     """Query heads."""
     num_kv_heads: int = 0
     head_dim: int = 0
-    """Of K (and of V unless ``v_head_dim`` is given); for ``mla`` the non-rotary part of a query head."""
+    """Of K (and of V unless ``v_head_dim`` is given); for ``mla`` the non-rotary part of a query
+    head."""
     v_head_dim: int = 0
     """0 = same as ``head_dim``."""
     window: int = 0
@@ -46,7 +47,8 @@ class AttentionLayers:
     """0 = queries are not compressed."""
     rope_head_dim: int = 0
     state_bytes: int = 0
-    """Per request and layer (``recurrent`` only)."""
+    """Per request and layer (``recurrent`` only; ``num_heads`` and ``v_head_dim`` are then those of
+    the values, ``num_kv_heads`` and ``head_dim`` those of the keys, 0 where not known)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,8 @@ class GPU:
     """Dense tensor-core FLOP/s by dtype (keys of ``DTYPE_BITS``); a dtype that is missing runs at
     the rate of the next wider one that is there."""
     link_bandwidth: float
-    """Bytes per second one GPU sends to its peers, one direction (NVLink, Infinity Fabric or PCIe)."""
+    """Bytes per second one GPU sends to its peers, one direction (NVLink, Infinity Fabric or
+    PCIe)."""
     link: str
     """Name of that link, e.g. ``NVLink 4``."""
     host_bandwidth: float

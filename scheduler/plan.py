@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,11 @@ import numpy.typing as npt
 from blockmanager.table import BlockCopy, BlockTransfer
 from scheduler.features import StepFeatures
 from scheduler.sequence import Sequence
+
+
+BlockedBy = Literal["slots", "budget", "blocks", "preemption", "policy"]
+"""What the head of the queue waits for: a sequence slot, room in the step's token budget, free
+blocks, a step in which nobody is preempted, or the policy's leave."""
 
 
 class Admission(NamedTuple):
@@ -76,6 +81,8 @@ class StepPlan:
     """How many of the sequences were running before the step."""
     num_waiting: int
     """Sequences left in the queue (swapped-out ones included)."""
+    blocked_by: BlockedBy | None
+    """What kept the head of the queue out of this step; ``None`` where nobody waits."""
     num_free_blocks: int
     admitted: list[Admission]
     preempted: list[Preemption]

@@ -1,7 +1,7 @@
 """Who goes first, who must go, who may come in.
 
 A policy is any object with these four methods; it sees ``Sequence`` views and changes nothing.
-Write your own and name it on the command line as ``--policy my_module:MyPolicy``.
+Write your own and name it on the command line as ``--scheduling-policy my_module:MyPolicy``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ from blockmanager.table import BlockCopy, BlockTransfer
 from scheduler.config import SchedulerConfig
 from scheduler.plan import (
     Admission,
+    BlockedBy,
     Finished,
     Fork,
     Preemption,
@@ -41,9 +42,6 @@ class RequestRefusedError(ValueError):
         self.reason = reason
 
 
-_Shortage = Literal["slots", "budget", "blocks"]
-
-
 class _Grant(NamedTuple):
     """What a scheduled sequence got, and what undoing it needs."""
 
@@ -63,6 +61,7 @@ class _Step:
         self.preempted: list[Preemption] = []
         self.swapped_in: list[BlockTransfer] = []
         self.swapped_out: list[BlockTransfer] = []
+        self.blocked_by: BlockedBy | None = None
 
 
 class Scheduler:
@@ -106,6 +105,9 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Sequences that wait, run or are swapped out."""
         return len(self.running) + len(self.waiting) + len(self.swapped)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._of_request
 
     def blocks_at_peak(self, request: Request, output_tokens: int) -> int:
         """Blocks that a request with ``output_tokens`` tokens in each of its outputs needs at its end.
@@ -246,6 +248,8 @@ class Scheduler:
         if not step.preempted:
             self._admit_waiting(step)
             num_running = len(step.grants) - len(step.admitted)
+        elif self.num_unfinished > len(self.running):
+            step.blocked_by = "preemption"
         self._pending = self._plan(step, num_running)
         return self._pending
 
@@ -384,24 +388,26 @@ class Scheduler:
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit from the head of the queue until something does not fit."""
-        while step.budget > 0:
-            # Whoever holds host memory comes back before anybody new is let in.
-            sequence = self.swapped[0] if self.swapped else self.waiting.head()
-            if sequence is None:
+        # Whoever holds host memory comes back before anybody new is let in.
+        while (sequence := self.swapped[0] if self.swapped else self.waiting.head()) is not None:
+            if step.budget == 0:
+                step.blocked_by = "budget"
                 return
             state = PoolState(len(self.running), self.blocks.num_free, self.blocks.num_blocks)
             if not self.policy.admit(sequence, state):
+                step.blocked_by = "policy"
                 return
             while (short_of := self._try_admit(sequence, step)) is not None:
-                if short_of == "budget" or not self.running:
-                    return
-                index = self.policy.displace(sequence, self.running)
+                index = None
+                if short_of != "budget" and self.running:
+                    index = self.policy.displace(sequence, self.running)
                 if index is None:
+                    step.blocked_by = short_of
                     return
                 need = 0 if short_of == "slots" else self.blocks.blocks_for(sequence.num_tokens)
                 self._preempt(index, sequence, need, step)
 
-    def _try_admit(self, sequence: Sequence, step: _Step) -> _Shortage | None:
+    def _try_admit(self, sequence: Sequence, step: _Step) -> BlockedBy | None:
         """Let one sequence in, or change nothing and say what it is short of."""
         taken = len(self.running) + self._extra_slots
         if taken + sequence.slots > self.config.max_num_seqs:
@@ -439,7 +445,7 @@ class Scheduler:
         threshold = self.config.long_prefill_token_threshold
         return threshold if threshold and self.num_unfinished > 1 else self.config.max_model_len
 
-    def _try_swap_in(self, sequence: Sequence, step: _Step) -> _Shortage | None:
+    def _try_swap_in(self, sequence: Sequence, step: _Step) -> BlockedBy | None:
         tokens = min(sequence.num_uncomputed_tokens, step.budget)
         moved = self.blocks.swap_in(
             sequence.table,
@@ -498,6 +504,7 @@ class Scheduler:
             is_decode=samples & (granted == 1) & (num_tokens > arrays.num_prompt[rows]),
             num_running=num_running,
             num_waiting=len(self.waiting) + len(self.swapped),
+            blocked_by=step.blocked_by,
             num_free_blocks=self.blocks.num_free,
             admitted=step.admitted,
             preempted=step.preempted,

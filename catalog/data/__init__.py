@@ -1,0 +1,1 @@
+"""Data files: models.json and gpus.json."""

@@ -1,0 +1,192 @@
+"""Command line: ``python -m simulator --trace chat.jsonl --kv-gb 60``, also installed as ``kvplan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import NoReturn
+
+from records.run import RecordError, RunRecord, check_writable
+from simulator.compare import compare, compare_json
+from simulator.report import render
+from simulator.run import RunResult, package_version, run
+from simulator.settings import Options, Setup, resolve
+from traces import Trace, TraceError, default_trace_path, read_trace
+
+SHIPPED = "chat.jsonl"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (0 ran, 1 a limit does not hold, 2 cannot run)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = _compare if arguments[:1] == ["compare"] else _run
+    try:
+        return command(arguments[1:] if command is _compare else arguments)
+    except (TraceError, RecordError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m simulator",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Replay a request trace against a model of a serving engine: what users would feel, "
+        "what ran out, what to change.",
+        epilog="Another command: `python -m simulator compare RUN_A RUN_B` puts two run records side by "
+        "side.\nSizes without a unit are GiB, times without one are seconds. What is not given is "
+        "assumed, and the\nreport says so.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvplan {package_version()}")
+    add = parser.add_argument_group("load").add_argument
+    add("--trace", required=True, metavar="FILE", help="requests: native JSONL, Azure CSV or Mooncake JSONL")
+    add("--format", metavar="NAME", help="insist on a trace format instead of recognising it")
+    add("--strict", action="store_true", help="a row that would be skipped or repaired is an error")
+    add("--max-tokens", type=int, metavar="N", help="output limit of rows that have none")
+    add("--deadline", type=float, metavar="S", help="seconds after which clients give up, where rows do not say")
+    add("--warm-start", type=int, metavar="N", help="first serve the prompts of the first N requests, unrecorded, so that the prefix cache is warm")
+    add("--until", type=float, metavar="S", help="stop the run at this time")
+    add = parser.add_argument_group("machine").add_argument
+    add("--model", metavar="NAME", help="a catalogue name or a path to a Hugging Face config.json (llama-3.1-8b)")
+    add("--gpu", metavar="NAME", help="a catalogue name or a JSON file (h100-sxm)")
+    add("--tensor-parallel-size", "--tp", type=int, metavar="N", help="GPUs that share each layer (1)")
+    add("--weight-dtype", metavar="DTYPE", help="bf16, fp16, fp8, int8, int4 (the model's own)")
+    add("--kv-cache-dtype", "--kv-dtype", metavar="DTYPE", help="bf16, fp16, fp8, int8, int4 (as the activations)")
+    add("--cost-model", metavar="MODEL", help="physical, constant:20ms, linear:base=5ms,per_token=20us,per_seq=50us, or no-cache (no KV cache at all) (physical)")
+    add = parser.add_argument_group("KV memory (one of the first two; else what the GPU has left)").add_argument
+    add("--kv-gb", metavar="SIZE", help="usable KV memory of one GPU: 60 and 60GiB are 60 x 2^30 bytes, 60GB is 60 x 10^9")
+    add("--num-gpu-blocks", type=int, metavar="N", help="blocks as vLLM counts them, its null block included")
+    add("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU to use (0.9)")
+    add("--block-size", type=int, metavar="N", help="tokens a block (16)")
+    add("--watermark", type=float, metavar="F", help="share of blocks an admission leaves free (0)")
+    add("--swap-space", metavar="SIZE", help="host memory a GPU, for --preemption-mode swap")
+    add = parser.add_argument_group("scheduler, named as in vLLM").add_argument
+    add("--max-num-seqs", type=int, metavar="N", help="sequences at once (256)")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step (8192)")
+    add("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a sequence (the model's)")
+    add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="spread a prompt over steps (on)")
+    add("--long-prefill-token-threshold", type=int, metavar="N", help="most prompt tokens a step for one sequence while there are others (off)")
+    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="(on)")
+    add("--scheduler-reserve-full-isl", action=argparse.BooleanOptionalAction, help="admit only what fits with all its present tokens (on)")
+    add("--scheduling-policy", metavar="NAME", help="fcfs, fcfs-fewest-lost, priority, priority-preemptive, or module:Class (fcfs)")
+    add("--preemption-mode", metavar="MODE", help="recompute or swap (recompute)")
+    add("--parallel-sampling", metavar="MODE", help="n > 1: fork (shares the prompt's blocks) or separate, as vLLM V1 (fork)")
+    add = parser.add_argument_group("result").add_argument
+    add("--slo", metavar="LIMITS", help='e.g. "ttft<=500ms,tpot<=50ms" for each request, "ttft:p99<=1s" for the run (exit code 1 if it does not hold)')
+    add("--try-change", action="store_true", help="also run the change that the verdict names, and compare")
+    add("--out", type=Path, metavar="DIR", help="write the run record and pictures")
+    add("--no-steps", action="store_true", help="leave steps.parquet out of the record")
+    add("--json", action="store_true", help="print settings and metrics as JSON")
+    return parser
+
+
+def _run(argv: list[str]) -> int:
+    parser = _run_parser()
+    args = parser.parse_args(argv)
+    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
+    if args.out is not None:
+        check_writable(args.out)  # before the work, not after it
+    setup = resolve(options)
+    path, origin = _trace_path(args.trace)
+    trace = read_trace(path, args.format, args.strict)
+    result = _with_progress(setup, trace)
+    if args.out is not None:
+        _write(result.record, args.out, setup, steps=not args.no_steps)
+    changed = None
+    if args.try_change and result.verdict.flags:
+        changed_options = parser.parse_args([*argv, *result.verdict.flags])
+        changed_setup = resolve(
+            Options(**{field.name: getattr(changed_options, field.name) for field in fields(Options)})
+        )
+        changed = _with_progress(changed_setup, trace)
+    names = ("as asked", " ".join(result.verdict.flags))
+    if args.json:
+        document = {"settings": result.record.settings, "summary": result.record.summary}
+        if changed is not None:
+            document["change_tried"] = compare_json(result.record, changed.record, names)
+        print(json.dumps(document, indent=2))
+    else:
+        print(render(result.record, result.verdict, setup, trace, origin))
+        if changed is not None:
+            print(f"\nTried: {names[1]}\n\n{compare(result.record, changed.record, names)}")
+        elif args.try_change:
+            print("\nTried: nothing; the change that would help is not one of flags")
+        if args.out is not None:
+            print(f"\nWritten: {args.out} (run record and pictures)")
+    return 0 if _limits_hold(result.record) else 1
+
+
+def _limits_hold(record: RunRecord) -> bool:
+    """Statistics of the run that were asked for (limits on each request are counted, not judged)."""
+    statistics = (record.summary["goodput"]["slo"] or {}).get("statistics") or ()
+    return all(entry["holds"] for entry in statistics)
+
+
+def _trace_path(given: str) -> tuple[Path, str]:
+    """The file, or the sample that ships under that name where there is no such file."""
+    path = Path(given)
+    if not path.exists() and given == SHIPPED:
+        return default_trace_path(), f"there is no {SHIPPED} here: this is the sample that ships with kvplan"
+    return path, ""
+
+
+def _with_progress(setup: Setup, trace: Trace) -> RunResult:
+    total = len(trace.arrivals)
+    show: Callable[[int], None] | None = None
+    if sys.stderr.isatty():
+
+        def show(done: int) -> None:
+            filled = 30 * done // max(total, 1)
+            bar = "#" * filled + "." * (30 - filled)
+            print(f"\r[{bar}] {done:,} of {total:,} requests", end="", file=sys.stderr, flush=True)
+
+    try:
+        return run(setup, trace, on_progress=show)
+    finally:
+        if show is not None:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _write(record: RunRecord, folder: Path, setup: Setup, *, steps: bool) -> None:
+    from simulator.pictures import write_pictures
+
+    def pictures(partial: Path) -> None:
+        write_pictures(record, partial, limits=setup.limits)
+
+    record.write(folder, steps=steps, extras=pictures)
+
+
+def _compare(argv: list[str]) -> int:
+    parser = _Parser(
+        prog="python -m simulator compare",
+        description="Two run records side by side: metrics, what changed, and which settings differ.",
+    )
+    parser.add_argument("a", type=Path, metavar="RUN_A")
+    parser.add_argument("b", type=Path, metavar="RUN_B")
+    parser.add_argument("--json", action="store_true", help="for machines")
+    args = parser.parse_args(argv)
+    a, b = RunRecord.read(args.a), RunRecord.read(args.b)
+    names = (args.a.name, args.b.name) if args.a.name != args.b.name else (str(args.a), str(args.b))
+    if args.json:
+        print(json.dumps(compare_json(a, b, names), indent=2))
+    else:
+        print(compare(a, b, names))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

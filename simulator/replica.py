@@ -1,0 +1,216 @@
+"""The discrete-event model: arrivals and a replica that serves them, as SimPy processes.
+
+Order at one instant: first the step that ends (its tokens and finishes), then the arrivals of that
+instant in trace order, then the next step. So a request is visible to the first step that starts at
+or after its arrival. Time is integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import numpy as np
+import simpy
+from simpy.events import NORMAL, Event
+
+from scheduler.plan import StepPlan, StepResult, Stop
+from scheduler.request import Request
+from scheduler.scheduler import RequestRefusedError, Scheduler
+from simulator.cost_step import CostModel
+from simulator.recorder import Recorder
+from traces.workload import Arrival, Workload
+
+_STEP_END = NORMAL
+_ARRIVAL = NORMAL + 1
+_STEP_START = NORMAL + 2
+
+Process = Generator[Event, Any, None]
+
+
+class Moment(Event):
+    """A time to wait for, with a place among the events of that time."""
+
+    def __init__(self, env: simpy.Environment, delay_ns: int, order: int) -> None:
+        super().__init__(env)
+        self._ok = True
+        self._value = None
+        env.schedule(self, priority=order, delay=delay_ns)
+
+
+class Replica:
+    """One engine: a scheduler whose steps last as long as a cost model says.
+
+    Parameters
+    ----------
+    env
+        Its clock counts integer nanoseconds.
+    scheduler, cost, recorder
+        What decides, what prices, what remembers.
+    until_ns
+        No step ends and no request arrives after this time; ``None`` = run until all is served.
+    on_progress
+        Called after each step.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        scheduler: Scheduler,
+        cost: CostModel,
+        recorder: Recorder,
+        workload: Workload,
+        *,
+        until_ns: int | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._env = env
+        self._scheduler = scheduler
+        self._cost = cost
+        self._recorder = recorder
+        self._workload = workload
+        self._until_ns = until_ns
+        self._on_progress = on_progress
+        self._targets = np.zeros(0, np.int64)
+        self._output_tokens: dict[str, int] = {}
+        self._wake: Event | None = None
+        env.process(self._arrivals(workload.initial()))
+        env.process(self._serve())
+
+    # -- arrivals ----------------------------------------------------------------------------
+
+    def _arrivals(self, arrivals: Iterator[Arrival]) -> Process:
+        for arrival in arrivals:
+            arrival_ns = arrival.request.arrival_ns
+            if self._until_ns is not None and arrival_ns > self._until_ns:
+                self._recorder.never_arrived(arrival.request)
+                continue
+            if arrival_ns > self._env.now:
+                yield Moment(self._env, arrival_ns - self._env.now, _ARRIVAL)
+            self._submit(arrival)
+
+    def _submit(self, arrival: Arrival) -> None:
+        request = arrival.request
+        try:
+            sequences = self._scheduler.add(request)
+        except RequestRefusedError as error:
+            self._recorder.refused(request, error.reason)
+            self._follow(request, 0)
+            return
+        self._output_tokens[request.id] = arrival.output_tokens
+        self._recorder.arrived(request, sequences)
+        for sequence in sequences:
+            self._set_target(sequence.row, arrival.output_tokens)
+        if self._wake is not None:
+            self._wake.succeed()
+            self._wake = None
+
+    def _follow(self, request: Request, output_tokens: int) -> None:
+        """Requests that the end of this one brings about."""
+        following = self._workload.on_finish(request, output_tokens, self._env.now)
+        for arrival in following:
+            self._env.process(self._arrivals(iter([arrival])))
+
+    def _set_target(self, row: int, output_tokens: int) -> None:
+        if row >= len(self._targets):
+            capacity = self._scheduler.arrays.capacity
+            self._targets = np.concatenate(
+                [self._targets, np.zeros(capacity - len(self._targets), np.int64)]
+            )
+        self._targets[row] = output_tokens
+
+    # -- service -----------------------------------------------------------------------------
+
+    def _serve(self) -> Process:
+        env, scheduler = self._env, self._scheduler
+        while True:
+            # Let everything else of this instant happen first.
+            yield Moment(env, 0, _STEP_START)
+            if self._until_ns is not None and env.now >= self._until_ns:
+                return
+            self._expire(env.now)
+            if not scheduler.num_unfinished:
+                self._wake = env.event()
+                yield self._wake
+                continue
+            plan = scheduler.schedule()
+            if not plan:
+                yield from self._stand_still(plan)
+                continue
+            start_ns = env.now
+            num_running = len(scheduler.running)
+            price = self._cost.price(plan.features())
+            assert price.duration_ns > 0, f"the cost model says {price.duration_ns} ns for a step"
+            if self._until_ns is not None and start_ns + price.duration_ns > self._until_ns:
+                return
+            yield Moment(env, price.duration_ns, _STEP_END)
+            # A deadline that fell inside the step was missed, whatever the step brought.
+            self._expire(env.now - 1)
+            stops = self._stops(plan)
+            outcome = scheduler.update(plan, StepResult(price.duration_ns, stops=stops))
+            for fork in outcome.forked:
+                for child in fork.children:
+                    self._set_target(child.row, self._output_tokens[child.request.id])
+            self._recorder.step(plan, outcome, start_ns, price, num_running)
+            for sequence, _ in outcome.finished:
+                self._ended(sequence.request)
+            self._on_progress()
+
+    def _stand_still(self, plan: StepPlan) -> Process:
+        """Nobody can compute now: wait for what could change that."""
+        self._recorder.idle_preemptions(plan)
+        self._scheduler.update(plan, StepResult(0))
+        if plan.preempted:
+            return  # the room is there at once
+        self._wake = self._env.event()
+        deadline = self._scheduler.next_deadline()
+        if deadline is None:
+            yield self._wake
+        else:
+            yield self._wake | Moment(self._env, deadline - self._env.now, _STEP_END)
+            self._wake = None
+
+    def _expire(self, time_ns: int) -> None:
+        expired = self._scheduler.expire(time_ns)
+        self._recorder.finished(expired, self._env.now)
+        for sequence, _ in expired:
+            self._ended(sequence.request)
+
+    def _ended(self, request: Request) -> None:
+        """Tell the workload, once the last output of a request has ended."""
+        if self._scheduler.is_unfinished(request.id) or request.id not in self._output_tokens:
+            return
+        self._follow(request, self._output_tokens.pop(request.id))
+
+    def _stops(self, plan: StepPlan) -> list[Stop]:
+        """Outputs that reach their true length with this step's token."""
+        arrays, rows = self._scheduler.arrays, plan.rows
+        outputs = arrays.num_tokens[rows] - arrays.num_prompt[rows] + 1
+        ends = np.flatnonzero(plan.samples & (outputs >= self._targets[rows]))
+        return [
+            Stop(position, sample)
+            for position in ends.tolist()
+            for sample in range(plan.sequences[position].slots)
+        ]
+
+
+def simulate(
+    scheduler: Scheduler,
+    cost: CostModel,
+    recorder: Recorder,
+    workload: Workload,
+    *,
+    until_ns: int | None = None,
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a workload on one replica until all is served (or until ``until_ns``).
+
+    Every request of the workload has its row in ``recorder`` afterwards; those that could not
+    finish are ``unfinished``.
+    """
+    env = simpy.Environment()
+    Replica(
+        env, scheduler, cost, recorder, workload, until_ns=until_ns, on_progress=on_progress
+    )
+    env.run()
+    recorder.unfinished([*scheduler.running, *scheduler.swapped, *scheduler.waiting])

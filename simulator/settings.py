@@ -1,0 +1,365 @@
+"""From what was asked to what is run: every setting resolved, and where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from blockmanager.ledger import KVLayout, blocks_in_budget, check_max_model_len, parse_bytes
+from blockmanager.ledger_gpu import activation_bytes, gpu_budget, weight_bytes
+from blockmanager.manager import BlockManager
+from catalog import DTYPE_BITS, GPU, ModelShape, load_gpu, load_model
+from catalog.gpus import peak_flops
+from records.slo import NO_LIMITS, Limits, parse_limits
+from scheduler.config import SchedulerConfig
+from scheduler.policies import load_policy
+from scheduler.scheduler import Scheduler
+from simulator.cost import cost_model_from_flag
+from simulator.cost_step import CostModel
+
+Source = Literal["given", "derived", "assumed"]
+
+DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_GPU = "h100-sxm"
+DEFAULT_UTILIZATION = 0.9
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
+DEFAULT_BLOCK_SIZE = 16
+GIB = 2**30
+
+
+class Setting(NamedTuple):
+    value: Any
+    source: Source
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the user said; ``None`` = nothing. Names are those of the flags."""
+
+    model: str | None = None
+    gpu: str | None = None
+    weight_dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    tensor_parallel_size: int | None = None
+    kv_gb: str | None = None
+    num_gpu_blocks: int | None = None
+    gpu_memory_utilization: float | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int | None = None
+    enable_prefix_caching: bool | None = None
+    scheduler_reserve_full_isl: bool | None = None
+    scheduling_policy: str | None = None
+    watermark: float | None = None
+    preemption_mode: str | None = None
+    swap_space: str | None = None
+    parallel_sampling: str | None = None
+    cost_model: str | None = None
+    max_tokens: int | None = None
+    deadline: float | None = None
+    warm_start: int | None = None
+    until: float | None = None
+    slo: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run that is ready to start."""
+
+    shape: ModelShape
+    gpu: GPU
+    layout: KVLayout
+    num_blocks: int
+    watermark_blocks: int
+    num_swap_blocks: int
+    enable_prefix_caching: bool
+    config: SchedulerConfig
+    policy_name: str
+    cost: CostModel
+    limits: Limits
+    settings: Mapping[str, Setting]
+    warnings: list[str] = field(default_factory=list)
+    weight_bytes: int = 0
+    peak_flops: float = 0.0
+    """FLOP/s of one GPU at the weights' dtype."""
+
+    def scheduler(self) -> Scheduler:
+        """A new scheduler over empty memory."""
+        blocks = BlockManager(
+            self.num_blocks,
+            self.layout.block_size,
+            enable_prefix_caching=self.enable_prefix_caching,
+            watermark_blocks=self.watermark_blocks,
+            num_swap_blocks=self.num_swap_blocks,
+        )
+        return Scheduler(self.config, blocks, load_policy(self.policy_name))
+
+
+class _Resolver:
+    """Notes each setting with its source as it is decided."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.settings: dict[str, Setting] = {}
+        self.warnings: list[str] = []
+
+    def take(self, name: str, default: Any, note: str = "", source: Source = "assumed") -> Any:
+        """The option as given, or its default."""
+        given = getattr(self.options, name)
+        if given is not None:
+            self.note(name, given, "given")
+            return given
+        self.note(name, default, source, note)
+        return default
+
+    def note(self, name: str, value: Any, source: Source, note: str = "") -> None:
+        self.settings[name] = Setting(value, source, note)
+
+
+def resolve(options: Options) -> Setup:
+    """Decide everything that was left open, and check that it can be run.
+
+    Raises ``ValueError`` (``CatalogError`` among them) with one clear line.
+    """
+    r = _Resolver(options)
+    shape = load_model(r.take("model", DEFAULT_MODEL))
+    gpu = load_gpu(r.take("gpu", DEFAULT_GPU))
+    tp = r.take("tensor_parallel_size", 1)
+    weight_dtype = r.take("weight_dtype", shape.native_dtype, "the model's own")
+    if weight_dtype not in DTYPE_BITS:
+        raise ValueError(
+            f"--weight-dtype is {weight_dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+        )
+    own_kv = shape.native_dtype if DTYPE_BITS[shape.native_dtype] == 16 else "bf16"
+    kv_dtype = r.take("kv_cache_dtype", own_kv, "as the activations")
+    if kv_dtype not in DTYPE_BITS:
+        raise ValueError(
+            f"--kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+        )
+    block_size = r.take("block_size", DEFAULT_BLOCK_SIZE, "vLLM's default")
+    config = _scheduler_config(r, shape)
+    layout = KVLayout.of(shape, kv_dtype, tp, block_size)
+    num_blocks = _num_blocks(r, shape, gpu, layout, weight_dtype, tp, config)
+    swap_blocks = _swap_blocks(r, layout, config)
+    watermark = r.take("watermark", 0.0, "vLLM V1's default")
+    if not 0 <= watermark < 1:
+        raise ValueError(f"--watermark is {watermark:g}, expected a fraction from 0 to below 1")
+    policy_name = r.take("scheduling_policy", "fcfs", "vLLM's default")
+    load_policy(policy_name)
+    caching = r.take("enable_prefix_caching", True, "vLLM V1's default")
+    cost_flag = r.take("cost_model", "physical", "datasheet figures, not calibrated")
+    cost = cost_model_from_flag(
+        cost_flag,
+        shape=shape,
+        gpu=gpu,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        tp=tp,
+        block_size=block_size,
+    )
+    limits = parse_limits(options.slo) if options.slo is not None else NO_LIMITS
+    r.note("slo", str(limits) if limits else None, "given" if limits else "assumed")
+    _driver_settings(r)
+    r.warnings += [f"model: {text}" for text in shape.assumptions]
+    r.warnings += [f"GPU: {text}" for text in gpu.assumptions]
+    r.warnings += [f"KV: {text}" for text in layout.notes]
+    return Setup(
+        shape=shape,
+        gpu=gpu,
+        layout=layout,
+        num_blocks=num_blocks,
+        # vLLM takes the fraction of all blocks, the null block included.
+        watermark_blocks=int(watermark * (num_blocks + 1)),
+        num_swap_blocks=swap_blocks,
+        enable_prefix_caching=caching,
+        config=config,
+        policy_name=policy_name,
+        cost=cost,
+        limits=limits,
+        settings=r.settings,
+        warnings=r.warnings,
+        weight_bytes=weight_bytes(shape, weight_dtype, tp).total,
+        peak_flops=peak_flops(gpu, weight_dtype).flops,
+    )
+
+
+def _scheduler_config(r: _Resolver, shape: ModelShape) -> SchedulerConfig:
+    max_model_len = r.take("max_model_len", shape.max_model_len, "the model's", "derived")
+    chunked = r.take("enable_chunked_prefill", True, "vLLM V1's default")
+    budget, note = DEFAULT_MAX_NUM_BATCHED_TOKENS, "vLLM's server on a GPU of 70 GiB or more"
+    if not chunked and max_model_len > budget:
+        budget, note = max_model_len, "max_model_len, as chunked prefill is off"
+    return SchedulerConfig(
+        max_num_seqs=r.take("max_num_seqs", DEFAULT_MAX_NUM_SEQS, "vLLM's default on most GPUs"),
+        max_num_batched_tokens=r.take("max_num_batched_tokens", budget, note),
+        max_model_len=max_model_len,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=r.take("long_prefill_token_threshold", 0, "off, as in vLLM"),
+        scheduler_reserve_full_isl=r.take("scheduler_reserve_full_isl", True, "vLLM's default"),
+        preemption_mode=r.take("preemption_mode", "recompute", "the only one vLLM V1 has"),
+        parallel_sampling=r.take("parallel_sampling", "fork", "vLLM V1: separate"),
+    )
+
+
+def _num_blocks(
+    r: _Resolver,
+    shape: ModelShape,
+    gpu: GPU,
+    layout: KVLayout,
+    weight_dtype: str,
+    tp: int,
+    config: SchedulerConfig,
+) -> int:
+    """Usable blocks of one GPU, from whichever way the memory was given."""
+    options = r.options
+    given = [flag for flag in ("kv_gb", "num_gpu_blocks") if getattr(options, flag) is not None]
+    if len(given) > 1:
+        raise ValueError("--kv-gb and --num-gpu-blocks are both given, expected one of them")
+    if options.num_gpu_blocks is not None:
+        if options.num_gpu_blocks < 2:
+            raise ValueError(
+                f"--num-gpu-blocks is {options.num_gpu_blocks}, expected at least 2: vLLM's count "
+                "includes a null block that is never handed out"
+            )
+        num_blocks = options.num_gpu_blocks - 1
+        r.note("num_gpu_blocks", options.num_gpu_blocks, "given", "with vLLM's null block")
+        r.note("kv_bytes", num_blocks * layout.bytes_per_block, "derived", "the blocks' size")
+    else:
+        if options.kv_gb is not None:
+            budget = parse_bytes(options.kv_gb)
+            r.note("kv_bytes", budget, "given", "a GPU, usable blocks")
+        else:
+            budget = _budget_left(r, shape, gpu, weight_dtype, tp, config)
+            r.note("kv_bytes", budget, "derived", "what the GPU has left")
+        # Windows and states are fixed costs of a request; the pool is what grows.
+        fixed = 0 if layout.is_uniform else config.max_num_seqs
+        num_blocks = blocks_in_budget(budget, layout, num_requests=fixed)
+        if num_blocks < 1:
+            raise ValueError(_no_block(budget, layout, fixed))
+        if fixed and layout.bytes_per_token:
+            r.warnings.append(
+                f"KV: the window and state layers of max_num_seqs = {fixed} requests are set aside "
+                "from the budget; the pool's blocks are those of the layers that grow"
+            )
+        r.note("num_gpu_blocks", num_blocks + 1, "derived", "as vLLM counts: with its null block")
+    if not layout.bytes_per_token:
+        r.warnings.append(
+            "KV: every layer has a window, but the simulated pool charges the whole context of a "
+            "request: an upper bound"
+        )
+    r.note("num_blocks", num_blocks, "derived", "usable")
+    _check_room(r, shape, gpu, layout, num_blocks, weight_dtype, tp, config)
+    check = check_max_model_len(
+        num_blocks * layout.bytes_per_block, config.max_model_len, layout
+    )
+    if not check.fits:
+        r.warnings.append(
+            f"KV: the pool holds {check.capacity_tokens:,} tokens, less than one request of "
+            f"max_model_len {config.max_model_len:,}; vLLM would not start with this"
+        )
+    return num_blocks
+
+
+def _budget_left(
+    r: _Resolver, shape: ModelShape, gpu: GPU, weight_dtype: str, tp: int, config: SchedulerConfig
+) -> int:
+    share = r.take("gpu_memory_utilization", DEFAULT_UTILIZATION, "vLLM's default")
+    budget = gpu_budget(
+        gpu,
+        shape,
+        weight_dtype=weight_dtype,
+        tp=tp,
+        gpu_memory_utilization=share,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+    )
+    if budget.kv_bytes <= 0:
+        lines = ", ".join(f"{line.label} {line.num_bytes / GIB:.1f}" for line in budget.lines)
+        raise ValueError(
+            f"{shape.name} in {weight_dtype} leaves no memory for KV on {tp} x {gpu.name} "
+            f"(GiB: {lines}); take more GPUs (--tensor-parallel-size) or smaller weights"
+        )
+    return budget.kv_bytes
+
+
+def _no_block(budget: int, layout: KVLayout, fixed: int) -> str:
+    text = (
+        f"a KV budget of {budget / GIB:.6g} GiB holds not one block: a block of {layout.block_size} "
+        f"tokens takes {layout.bytes_per_block:,} bytes"
+    )
+    if fixed and layout.bytes_per_token:
+        text += (
+            f", after what the window and state layers of {fixed} requests take; "
+            "lower --max-num-seqs or give more memory"
+        )
+    return text
+
+
+def _check_room(
+    r: _Resolver,
+    shape: ModelShape,
+    gpu: GPU,
+    layout: KVLayout,
+    num_blocks: int,
+    weight_dtype: str,
+    tp: int,
+    config: SchedulerConfig,
+) -> None:
+    """Warn where the memory that was asked for is not on the GPU."""
+    kv = num_blocks * layout.bytes_per_block
+    weights = weight_bytes(shape, weight_dtype, tp).total
+    activations = activation_bytes(
+        shape, tp, config.max_num_batched_tokens, config.max_num_seqs
+    ).peak
+    need = kv + weights + activations
+    if need > gpu.memory_bytes * DEFAULT_UTILIZATION:
+        r.warnings.append(
+            f"memory: {kv / GIB:.1f} GiB of KV, {weights / GIB:.1f} of weights and about "
+            f"{activations / GIB:.1f} of activations are {need / GIB:.1f} GiB of {gpu.name}'s "
+            f"{gpu.memory_bytes / GIB:.1f}: "
+            + (
+                "more than it has"
+                if need > gpu.memory_bytes
+                else f"needs gpu_memory_utilization {need / gpu.memory_bytes:.2f} or more"
+            )
+        )
+
+
+def _swap_blocks(r: _Resolver, layout: KVLayout, config: SchedulerConfig) -> int:
+    if r.options.swap_space is None:
+        if config.preemption_mode == "swap":
+            raise ValueError("--preemption-mode swap needs --swap-space, e.g. --swap-space 16GiB")
+        return 0
+    if config.preemption_mode != "swap":
+        raise ValueError("--swap-space has no effect without --preemption-mode swap")
+    blocks = parse_bytes(r.options.swap_space) // layout.bytes_per_block
+    if blocks < 1:
+        raise ValueError(
+            f"--swap-space {r.options.swap_space} holds not one block of "
+            f"{layout.bytes_per_block:,} bytes"
+        )
+    r.note("swap_space", parse_bytes(r.options.swap_space), "given", f"{blocks:,} blocks a GPU")
+    return blocks
+
+
+def _driver_settings(r: _Resolver) -> None:
+    """What the driver adds to the requests of the trace."""
+    options = r.options
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ValueError(f"--max-tokens is {options.max_tokens}, expected at least 1")
+    if options.deadline is not None and not options.deadline > 0:
+        raise ValueError(f"--deadline is {options.deadline:g} s, expected more than 0")
+    if options.warm_start is not None and options.warm_start < 0:
+        raise ValueError(f"--warm-start is {options.warm_start}, expected 0 or more requests")
+    if options.until is not None and not options.until > 0:
+        raise ValueError(f"--until is {options.until:g} s, expected more than 0")
+    r.take("max_tokens", None, "rows that do not say may grow to max_model_len")
+    r.take("deadline", None, "clients of rows that do not say wait for ever")
+    r.take("warm_start", 0, "the prefix cache starts empty")
+    r.take("until", None, "until everything is served")

@@ -1,0 +1,28 @@
+"""Request traces: formats, workloads, what they look like, and a generator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from traces.formats.base import TraceError
+from traces.trace import Skipped, Trace, iter_rows, read_trace
+from traces.workload import Arrival, OpenLoop, Workload
+
+__all__ = [
+    "Arrival",
+    "OpenLoop",
+    "Skipped",
+    "Trace",
+    "TraceError",
+    "Workload",
+    "default_trace_path",
+    "iter_rows",
+    "read_trace",
+]
+
+
+def default_trace_path() -> Path:
+    """The chat trace that ships with the package (traces/data/README.md says how it was made)."""
+    from importlib.resources import files
+
+    return Path(str(files("traces.data").joinpath("chat.jsonl")))
