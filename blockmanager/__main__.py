@@ -59,7 +59,7 @@ def _size(text: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m blockmanager",
-        description="What a model's KV cache costs per token, block and request, and how many "
+        description="What a model's KV cache costs per token, block and request, and how many\n"
         "requests fit. Sizes without a unit are GiB; KV memory is that of one GPU.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

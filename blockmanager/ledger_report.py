@@ -248,7 +248,8 @@ def as_dict(ledger: Ledger) -> dict[str, Any]:
         "pool": {
             "bytes": ledger.usable_bytes,
             "source": ledger.pool_source,
-            "usable_blocks": usable_blocks,
+            # Blocks of models with several kinds of layers differ in size: no one count says all.
+            "usable_blocks": usable_blocks if layout.is_uniform else None,
             "tokens": usable_blocks * layout.block_size if layout.is_uniform else None,
             "requests": ledger.requests_fit,
             "requests_all_blocks_usable": ledger.requests,
@@ -488,18 +489,9 @@ def _fit_lines(ledger: Ledger) -> list[str]:
     ]
     if layout.is_uniform:
         rows.append(("blocks", f"{blocks:,} usable", f"{blocks * layout.block_size:,} tokens"))
-    elif layout.bytes_per_token:
-        num = max(1, ledger.requests_fit)
-        plural = "" if num == 1 else "s"
-        beside = blocks_in_budget(ledger.usable_bytes, layout, num_requests=num)
-        rows.append(
-            (
-                "blocks",
-                f"{beside:,} of growing layers",
-                f"{beside * layout.block_size:,} tokens, beside the windows and states of {num:,} "
-                f"request{plural}",
-            )
-        )
+    else:
+        held = ledger.requests_fit * q.context
+        rows.append(("tokens", f"{held:,}", "in the requests of the next line"))
     if ledger.null_block_in_pool:
         other = f"{ledger.requests:,} if every block were usable"
     else:

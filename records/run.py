@@ -29,7 +29,11 @@ from records.gaps import GapCounts
 
 FORMAT = "kvplan-run/1"
 RECORD_FILES = ("run.json", "requests.parquet", "steps.parquet", "gaps.parquet", "summary.json")
-OTHER_OWN_NAMES = ("pictures", "report.txt")
+PICTURES = ("latency", "kv_blocks", "queue", "throughput")
+OTHER_OWN_NAMES = (
+    "report.txt",
+    *(f"{name}.{kind}" for name in PICTURES for kind in ("png", "svg")),
+)
 """What else a driver may put in the folder, and a later run may replace."""
 ROW_GROUP_ROWS = 65_536
 _PARTIAL = ".kvplan-partial-"

@@ -87,7 +87,11 @@ def compare_json(a: RunRecord, b: RunRecord, names: tuple[str, str] = ("A", "B")
             "change": _change(*values),
             "verdict": _verdict(metric, *values, is_same_load=is_same_load),
         }
-    ours, theirs = _flat(a.settings), _flat(b.settings)
+    ours, theirs = (
+        # Where a setting came from is none itself.
+        _flat({key: value for key, value in run.settings.items() if key != "sources"})
+        for run in (a, b)
+    )
     settings = {
         key: {"a": ours.get(key), "b": theirs.get(key)}
         for key in dict.fromkeys((*ours, *theirs))
@@ -181,7 +185,7 @@ def _verdict(metric: _Metric, a: float | None, b: float | None, *, is_same_load:
 
 def _notes(a: RunRecord, b: RunRecord, settings: Mapping[str, Any]) -> list[str]:
     notes = []
-    if any(key.split(".")[-1] == "trace_hash" for key in settings):
+    if any(key.split(".")[-1] == "trace_sha256" for key in settings):
         notes.append("the traces differ: a change may come from the load and not from the settings")
     totals = [_at(run.summary, "requests.total") for run in (a, b)]
     if totals[0] != totals[1]:
@@ -239,6 +243,8 @@ def _change_text(metric: _Metric, a: float | None, b: float | None, change: floa
 
 
 def _setting(value: object) -> str:
+    if isinstance(value, list):
+        return f"{len(value)} entries"
     return "-" if value is None else str(value)
 
 

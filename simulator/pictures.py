@@ -19,7 +19,7 @@ import numpy.typing as npt
 from records.columns import Columns, IntArray
 from records.gaps import linear_percentile
 from records.metrics import Latencies, latencies, meets, statistic_ns
-from records.run import RunRecord
+from records.run import PICTURES, RunRecord
 from records.slo import NO_LIMITS, Limits, Metric, format_ns, parse_limits
 
 if TYPE_CHECKING:
@@ -105,12 +105,18 @@ def write_pictures(
     target.mkdir(parents=True, exist_ok=True)
     if limits is None:
         limits = _recorded_limits(record.summary)
-    drawings: dict[str, Callable[[Figure], None]] = {
-        "latency": partial(_draw_latency, record=record, limits=limits),
-        "kv_blocks": partial(_draw_kv_blocks, record=record),
-        "queue": partial(_draw_queue, record=record),
-        "throughput": partial(_draw_throughput, record=record),
-    }
+    drawings: dict[str, Callable[[Figure], None]] = dict(
+        zip(
+            PICTURES,
+            (
+                partial(_draw_latency, record=record, limits=limits),
+                partial(_draw_kv_blocks, record=record),
+                partial(_draw_queue, record=record),
+                partial(_draw_throughput, record=record),
+            ),
+            strict=True,
+        )
+    )
     written: list[Path] = []
     with mpl.rc_context():
         # Not the user's own settings: the same record gives the same picture anywhere.

@@ -165,6 +165,17 @@ def test_reports_of_all_kinds_of_layers(
     assert "Fits:" in capsys.readouterr().out
 
 
+def test_models_with_windows_count_tokens_not_blocks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ("--model", "gemma-3-27b", "--context", "4096", "--kv-gb", "60")
+    code, answer = run_json(capsys, *argv)
+    assert code == 0
+    assert answer["kv"]["bytes_allocated_per_request"] == 771_751_936
+    assert answer["pool"]["requests"] == 60 * GIB // 771_751_936
+    assert answer["pool"]["usable_blocks"] is None
+
+
 def test_hybrid_report_shows_the_state(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {
         "model_type": "qwen3_next",

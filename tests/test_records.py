@@ -353,8 +353,7 @@ def test_steps_can_be_left_out(tmp_path: Path) -> None:
 def test_an_earlier_record_is_replaced_whole(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     record_of(requests_of(), steps_of(step_row())).write(folder)
-    (folder / "pictures").mkdir()
-    (folder / "pictures" / "queue.png").write_bytes(b"old")
+    (folder / "queue.png").write_bytes(b"old")
     record_of(requests_of(request_row())).write(folder)
     assert sorted(contents(folder)) == [
         "gaps.parquet", "requests.parquet", "run.json", "summary.json",
