@@ -193,7 +193,8 @@ class Recorder:
                 tally.decode_gaps += outputs - 1
                 tally.max_gap_ns = max(tally.max_gap_ns, int(self._max_gap[row]))
             tally.outputs += outputs
-            tally.cached += sequence.num_cached_tokens
+            if sequence.index == 0:  # the prompt counts once, however many outputs it has
+                tally.cached += sequence.num_cached_tokens
             tally.refound += sequence.num_refound_tokens
             tally.recomputed += sequence.num_recomputed_tokens
             tally.preemptions += sequence.num_preemptions

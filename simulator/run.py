@@ -49,19 +49,26 @@ def run(setup: Setup, trace: Trace, *, on_progress: Callable[[int], None] | None
     evictions_before = scheduler.blocks.pool.num_evictions
     recorder = Recorder(setup.num_blocks)
     until = setup.settings["until"].value
+    until_ns = None if until is None else round(until * NS)
     simulate(
         scheduler,
         setup.cost,
         recorder,
         OpenLoop(arrivals),
-        until_ns=None if until is None else round(until * NS),
+        until_ns=until_ns,
         on_progress=_throttled(on_progress, recorder),
     )
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     settings = run_settings(setup, trace)
     evictions = scheduler.blocks.pool.num_evictions - evictions_before
     summary = summarize(
-        requests, steps, recorder.gaps, settings, setup.limits, evictions=evictions
+        requests,
+        steps,
+        recorder.gaps,
+        settings,
+        setup.limits,
+        end_ns=until_ns,
+        evictions=evictions,
     )
     capacity = Capacity(
         config=setup.config,

@@ -123,12 +123,17 @@ class Line:
     def names(self) -> list[Hashable]:
         if not self._caching:
             return []
-        kind = (self.form.root, self.form.kind)
-        if self.form.kind == "hashed":
-            kind = (*kind, self.form.hash_block_size)
         size = self._block_size
         ends = range(size, self.num_known + 1, size)
-        return [(kind, tuple(self.tokens[:end])) for end in ends]
+        if self.form.kind == "tokens":
+            return [(self.form.root, tuple(self.tokens[:end])) for end in ends]
+        # An id tells nothing of the parts of its group: a block is named by whole groups.
+        group = self.form.hash_block_size
+        covered = [min(-(-end // group) * group, self.num_known) for end in ends]
+        return [
+            (self.form.root, group, end, tuple(self.tokens[:cover]))
+            for end, cover in zip(ends, covered, strict=True)
+        ]
 
     def learn(self, tokens: list[int]) -> None:
         """Output tokens were sampled: they are known before they are written."""
@@ -436,12 +441,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         line = self.pick(self.running, index)
         self.ask("unregister", line, level)
 
+    @precondition(lambda self: any(b in self.manager.pool.cache for b in self.manager.pool.free_ids()))
     @rule(count=st.integers(1, 12))
     def evict(self, count: int) -> None:
         """Pressure: somebody unknown takes ``count`` of the free blocks, writes them and goes."""
         count = min(count, self.manager.num_free)
-        if count == 0:
-            return
         tokens = [9] * (count * self.manager.block_size)
         line = Line(tokens, UNKNOWN, True, self.manager.block_size)
         line.adopt(self.manager)
@@ -522,7 +526,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 BlockManagerMachine.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=600,
     stateful_step_count=40,
     deadline=None,
     print_blob=True,

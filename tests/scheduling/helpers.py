@@ -244,7 +244,7 @@ class Engine:
     def _arrived(self, sequence: Sequence) -> None:
         self.sequences[sequence.id] = sequence
         self.reasons.pop(sequence.id, None)  # the id is used again
-        self.token_steps.setdefault(sequence.id, [])
+        self.token_steps[sequence.id] = []
 
     def abort(self, request_id: str) -> list[Finished]:
         return self._ended(self.scheduler.abort(request_id))
