@@ -252,7 +252,8 @@ class BlockManager:
 
         Returns the transfers and the blocks taken, or ``None`` if those are not free now.
         """
-        assert self.host_pool is not None and table.host_blocks, "the table is not swapped out"
+        assert self.host_pool is not None, "there is no host memory"
+        assert table.host_blocks, "the table is not swapped out"
         if not self.fits(num_tokens, [], use_watermark=use_watermark):
             return None
         blocks = self.pool.allocate(self.blocks_for(num_tokens))

@@ -116,7 +116,9 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """Take back a registration: the block's content was never computed."""
-        assert self._ref_counts[block] > 0, f"block {block} is free: only its eviction may forget it"
+        assert self._ref_counts[block] > 0, (
+            f"block {block} is free: only its eviction may forget it"
+        )
         self.cache.forget(block)
 
     def drain_evicted(self) -> list[int]:
@@ -144,7 +146,9 @@ class BlockPool:
             f"the free queue counts {len(self._free)} blocks and holds {len(free)}"
         )
         assert len(set(free)) == len(free), "a block is in the free queue twice"
-        assert set(free).isdisjoint(truth), f"blocks {sorted(set(free) & set(truth))} are held and free"
+        assert set(free).isdisjoint(truth), (
+            f"blocks {sorted(set(free) & set(truth))} are held and free"
+        )
         assert len(free) + len(truth) == self.num_blocks, (
             f"{len(free)} free and {len(truth)} held blocks are not the {self.num_blocks} of the pool"
         )

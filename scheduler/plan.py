@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,6 @@ import numpy.typing as npt
 from blockmanager.table import BlockCopy, BlockTransfer
 from scheduler.features import StepFeatures
 from scheduler.sequence import Sequence
-
 
 BlockedBy = Literal["slots", "budget", "blocks", "preemption", "policy"]
 """What the head of the queue waits for: a sequence slot, room in the step's token budget, free

@@ -174,7 +174,9 @@ def _parse_request(row: Any, index: int) -> ScenarioRequest:
         if "prompt" in row:
             prompt = np.asarray(row["prompt"], dtype=np.int64)
         else:
-            parts = [formula_tokens(s["seed"], s.get("start", 0), s["len"]) for s in row["segments"]]
+            parts = [
+                formula_tokens(s["seed"], s.get("start", 0), s["len"]) for s in row["segments"]
+            ]
             prompt = np.concatenate(parts)
         output_len = row["output_len"]
         outputs = formula_tokens(row.get("out_seed", 100_000 + index), 0, output_len)
@@ -217,7 +219,9 @@ def replay(scenario: Scenario, *, explain: list[str] | None = None) -> Iterator[
         return entry.request.arrival_ns <= now_ns
 
     while True:
-        if not scheduler.num_unfinished and next_arrival < len(todo):  # idle: on to the next arrival
+        if not scheduler.num_unfinished and next_arrival < len(
+            todo
+        ):  # idle: on to the next arrival
             entry = todo[next_arrival]
             step = max(step, entry.arrival_step or 0)
             now_ns = max(now_ns, entry.request.arrival_ns)
@@ -254,7 +258,11 @@ def replay(scenario: Scenario, *, explain: list[str] | None = None) -> Iterator[
             now_ns += scenario.clock.duration_ns(plan)
         outcome = scheduler.update(plan, StepResult(duration_ns=0, token_ids=token_ids))
         entry_log |= _outcome(scenario, scheduler, plan, outcome)
-        yield {key: value for key, value in entry_log.items() if key == "sched" or value not in ([], {})}
+        yield {
+            key: value
+            for key, value in entry_log.items()
+            if key == "sched" or value not in ([], {})
+        }
         step += 1
     unfinished = [s.id for s in (*scheduler.running, *scheduler.swapped, *scheduler.waiting)]
     yield {

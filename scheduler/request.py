@@ -34,13 +34,19 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.num_prompt_tokens < 1:
-            raise ValueError(f"request {self.id}: num_prompt_tokens is {self.num_prompt_tokens}, must be at least 1")
+            raise ValueError(
+                f"request {self.id}: num_prompt_tokens is {self.num_prompt_tokens}, must be at least 1"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"request {self.id}: max_tokens is {self.max_tokens}, must be at least 1")
+            raise ValueError(
+                f"request {self.id}: max_tokens is {self.max_tokens}, must be at least 1"
+            )
         if self.n < 1:
             raise ValueError(f"request {self.id}: n is {self.n}, must be at least 1")
         if self.arrival_ns < 0:
-            raise ValueError(f"request {self.id}: arrival_ns is {self.arrival_ns}, must not be negative")
+            raise ValueError(
+                f"request {self.id}: arrival_ns is {self.arrival_ns}, must not be negative"
+            )
         if self.content is not None and self.content.num_tokens > self.num_prompt_tokens:
             raise ValueError(
                 f"request {self.id}: identity of {self.content.num_tokens} tokens for a prompt of "

@@ -51,11 +51,37 @@ class _Grant(NamedTuple):
     growth: Growth
 
 
+class _Columns(NamedTuple):
+    """Grants of many sequences as arrays, one entry each."""
+
+    sequences: list[Sequence]
+    rows: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    computed_before: npt.NDArray[np.int64]
+    registered_before: npt.NDArray[np.int64]
+    new_blocks: dict[Sequence, list[int]]
+
+    def by_sequence(self) -> dict[Sequence, _Grant]:
+        columns = zip(
+            self.sequences,
+            self.tokens.tolist(),
+            self.computed_before.tolist(),
+            self.registered_before.tolist(),
+            strict=True,
+        )
+        return {
+            sequence: _Grant(tokens, before, keys, Growth(self.new_blocks.get(sequence, []), []))
+            for sequence, tokens, before, keys in columns
+        }
+
+
 class _Step:
     """A plan in the making."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.columns: _Columns | None = None
+        """Grants made in bulk; they come before ``grants``."""
         self.grants: dict[Sequence, _Grant] = {}
         self.admitted: list[Admission] = []
         self.preempted: list[Preemption] = []
@@ -244,13 +270,11 @@ class Scheduler:
         step = _Step(self.config.max_num_batched_tokens)
         if not self._grant_all_running(step):
             self._grant_running_one_by_one(step)
-        num_running = len(step.grants)
         if not step.preempted:
             self._admit_waiting(step)
-            num_running = len(step.grants) - len(step.admitted)
         elif self.num_unfinished > len(self.running):
             step.blocked_by = "preemption"
-        self._pending = self._plan(step, num_running)
+        self._pending = self._plan(step)
         return self._pending
 
     def _grant_all_running(self, step: _Step) -> bool:
@@ -279,30 +303,33 @@ class Scheduler:
         if num_new > self.blocks.num_free:
             return False
 
-        growths: dict[int, Growth] = {}
+        new_blocks: dict[Sequence, list[int]] = {}
         if num_new:
-            growing = np.flatnonzero(wanted > 0)
-            tables = [self.running[i].table for i in growing.tolist()]
-            new_blocks = self.blocks.extend(tables, wanted[growing].tolist())
-            growths = {
-                i: Growth(new, []) for i, new in zip(growing.tolist(), new_blocks, strict=True)
-            }
+            growing = [self.running[i] for i in wanted.nonzero()[0].tolist()]
+            taken = self.blocks.extend(
+                [sequence.table for sequence in growing], wanted[wanted > 0].tolist()
+            )
+            new_blocks = dict(zip(growing, taken, strict=True))
             arrays.blocks_held[rows] += wanted
         registered = arrays.num_registered[rows]
         arrays.num_computed[rows] = after
-        for i in np.flatnonzero(np.minimum(after // size, arrays.num_keys[rows]) > registered).tolist():
+        full = np.minimum(after // size, arrays.num_keys[rows])
+        for i in (full > registered).nonzero()[0].tolist():
             self._register(self.running[i], int(after[i]))
-
-        none = Growth([], [])
-        columns = zip(
-            self.running, tokens.tolist(), before.tolist(), registered.tolist(), strict=True
-        )
-        step.grants = {
-            sequence: _Grant(got, computed, keys, growths.get(i, none))
-            for i, (sequence, got, computed, keys) in enumerate(columns)
-            if got
-        }
-        step.budget -= int(tokens.sum())
+        step.budget -= int(granted_up_to[-1])
+        columns = _Columns(list(self.running), rows, tokens, before, registered, new_blocks)
+        if step.budget < 0:  # the last ones got less, or nothing
+            step.budget = 0
+            got = tokens > 0
+            columns = _Columns(
+                [self.running[i] for i in got.nonzero()[0].tolist()],
+                rows[got],
+                tokens[got],
+                before[got],
+                registered[got],
+                new_blocks,
+            )
+        step.columns = columns
         return True
 
     def _grant_running_one_by_one(self, step: _Step) -> None:
@@ -353,8 +380,13 @@ class Scheduler:
         victim = self._remove_running(index)
         arrays, row = self.arrays, victim.row
         blocks_free = self.blocks.num_free
+        if step.columns is not None:
+            step.grants = step.columns.by_sequence() | step.grants
+            step.columns = None
         grant = step.grants.pop(victim, None)
-        if grant is not None:  # its tokens go back to the budget, as if it had never been granted any
+        if (
+            grant is not None
+        ):  # its tokens go back to the budget, as if it had never been granted any
             step.budget += grant.tokens
             arrays.num_computed[row] = grant.computed_before
             self.blocks.unregister(victim.table, grant.registered_before)
@@ -446,7 +478,7 @@ class Scheduler:
         return threshold if threshold and self.num_unfinished > 1 else self.config.max_model_len
 
     def _try_swap_in(self, sequence: Sequence, step: _Step) -> BlockedBy | None:
-        tokens = min(sequence.num_uncomputed_tokens, step.budget)
+        tokens = min(sequence.num_uncomputed_tokens, self._longest_chunk_of_new(), step.budget)
         moved = self.blocks.swap_in(
             sequence.table,
             sequence.num_computed_tokens + tokens,
@@ -480,21 +512,31 @@ class Scheduler:
         sequence.num_recomputed_tokens += max(lost - hit_tokens, 0)
         sequence.num_lost_tokens = 0
 
-    def _plan(self, step: _Step, num_running: int) -> StepPlan:
+    def _plan(self, step: _Step) -> StepPlan:
         arrays = self.arrays
         sequences = list(step.grants)
         grants = step.grants.values()
         rows = np.array([sequence.row for sequence in sequences], np.int64)
         granted = np.array([grant.tokens for grant in grants], np.int64)
         before = np.array([grant.computed_before for grant in grants], np.int64)
-        num_tokens = arrays.num_tokens[rows]
-        samples = before + granted == num_tokens
         copies: list[BlockCopy] = []
         new_blocks = {}
         for sequence, grant in step.grants.items():
             copies += grant.growth.copies
             if grant.growth.new_blocks:
                 new_blocks[sequence] = grant.growth.new_blocks
+        if step.columns is not None:
+            bulk = step.columns
+            new_blocks = bulk.new_blocks | new_blocks
+            if sequences:
+                rows = np.concatenate([bulk.rows, rows])
+                granted = np.concatenate([bulk.tokens, granted])
+                before = np.concatenate([bulk.computed_before, before])
+            else:
+                rows, granted, before = bulk.rows, bulk.tokens, bulk.computed_before
+            sequences = bulk.sequences + sequences
+        num_tokens = arrays.num_tokens[rows]
+        samples = before + granted == num_tokens
         return StepPlan(
             sequences=sequences,
             rows=rows,
@@ -502,7 +544,7 @@ class Scheduler:
             computed_before=before,
             samples=samples,
             is_decode=samples & (granted == 1) & (num_tokens > arrays.num_prompt[rows]),
-            num_running=num_running,
+            num_running=len(sequences) - len(step.admitted),
             num_waiting=len(self.waiting) + len(self.swapped),
             blocked_by=step.blocked_by,
             num_free_blocks=self.blocks.num_free,
@@ -613,7 +655,9 @@ class Scheduler:
         family = self._of_request[parent.request.id]
         family.append(child)
         # Beside the rest of its family: they were admitted together.
-        last = max(i for i, sequence in enumerate(self.running) if sequence.request is parent.request)
+        last = max(
+            i for i, sequence in enumerate(self.running) if sequence.request is parent.request
+        )
         self.running.insert(last + 1, child)
         self._running_rows = None
         return child
@@ -660,13 +704,19 @@ class Scheduler:
             (SequenceState.SWAPPED, self.swapped),
         ):
             for sequence in queue:
-                assert sequence.state is state, f"{sequence} stands in the queue of the {state.value}"
+                assert sequence.state is state, (
+                    f"{sequence} stands in the queue of the {state.value}"
+                )
         rows = [sequence.row for sequence in everyone]
         assert len(set(rows)) == len(rows), "two sequences share a row"
-        assert set(np.flatnonzero(self.arrays.alive).tolist()) == set(rows), "alive rows are not those in use"
+        assert set(np.flatnonzero(self.arrays.alive).tolist()) == set(rows), (
+            "alive rows are not those in use"
+        )
         slots = sum(sequence.slots for sequence in self.running)
         assert slots == len(self.running) + self._extra_slots, "slots are miscounted"
-        assert slots <= self.config.max_num_seqs, f"{slots} slots of {self.config.max_num_seqs} taken"
+        assert slots <= self.config.max_num_seqs, (
+            f"{slots} slots of {self.config.max_num_seqs} taken"
+        )
         for sequence in everyone:
             self._check_sequence(sequence)
         self.blocks.check(sequence.table for sequence in everyone)
@@ -675,8 +725,12 @@ class Scheduler:
         arrays, row, table = self.arrays, sequence.row, sequence.table
         computed, total = sequence.num_computed_tokens, sequence.num_tokens
         assert 0 <= computed <= total, f"{sequence} has computed more than there is"
-        assert arrays.blocks_held[row] == len(table), f"{sequence} holds {len(table)} blocks, not what its row says"
-        assert arrays.num_registered[row] == table.num_registered, f"{sequence}: registrations miscounted"
+        assert arrays.blocks_held[row] == len(table), (
+            f"{sequence} holds {len(table)} blocks, not what its row says"
+        )
+        assert arrays.num_registered[row] == table.num_registered, (
+            f"{sequence}: registrations miscounted"
+        )
         assert arrays.num_keys[row] == table.num_keys, f"{sequence}: block keys miscounted"
         assert total < arrays.limit[row], f"{sequence} is past its limit {arrays.limit[row]}"
         if sequence.state is SequenceState.RUNNING:
@@ -686,12 +740,19 @@ class Scheduler:
             first_shared = next(
                 (i for i, b in enumerate(table.blocks) if self.blocks.pool.ref_count(b) > 1), None
             )
-            if computed % self.blocks.block_size and first_shared is not None and not arrays.shared[row]:
+            if (
+                computed % self.blocks.block_size
+                and first_shared is not None
+                and not arrays.shared[row]
+            ):
                 last = table.blocks[-1]
                 assert self.blocks.pool.ref_count(last) == 1, (
                     f"{sequence} would write block {last}, which others hold too"
                 )
         elif sequence.state is SequenceState.WAITING:
-            assert not table.blocks and computed == 0, f"{sequence} waits but holds blocks"
+            assert not table.blocks, f"{sequence} waits but holds blocks"
+            assert computed == 0, f"{sequence} waits but has computed tokens"
         else:
-            assert len(table.host_blocks) == self.blocks.blocks_for(computed), f"{sequence}: lost host blocks"
+            assert len(table.host_blocks) == self.blocks.blocks_for(computed), (
+                f"{sequence}: lost host blocks"
+            )

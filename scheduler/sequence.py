@@ -128,7 +128,9 @@ class Sequence:
         self.row = arrays.take_row()
 
     def __repr__(self) -> str:
-        return f"<Sequence {self.id} {self.state.value} {self.num_computed_tokens}/{self.num_tokens}>"
+        return (
+            f"<Sequence {self.id} {self.state.value} {self.num_computed_tokens}/{self.num_tokens}>"
+        )
 
     @property
     def num_tokens(self) -> int:

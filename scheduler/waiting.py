@@ -26,7 +26,9 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """In queue order; slow."""
-        return (entry[-1] for entry in sorted(self._heap, key=lambda e: e[:3]) if self._is_live(entry))
+        return (
+            entry[-1] for entry in sorted(self._heap, key=lambda e: e[:3]) if self._is_live(entry)
+        )
 
     def _is_live(self, entry: tuple[tuple[Any, ...], int, int, Sequence]) -> bool:
         return self._entry_of.get(entry[3]) == entry[2]

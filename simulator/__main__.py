@@ -53,23 +53,69 @@ def _run_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvplan {package_version()}")
     add = parser.add_argument_group("load").add_argument
-    add("--trace", required=True, metavar="FILE", help="requests: native JSONL, Azure CSV or Mooncake JSONL")
+    add(
+        "--trace",
+        required=True,
+        metavar="FILE",
+        help="requests: native JSONL, Azure CSV or Mooncake JSONL",
+    )
     add("--format", metavar="NAME", help="insist on a trace format instead of recognising it")
     add("--strict", action="store_true", help="a row that would be skipped or repaired is an error")
     add("--max-tokens", type=int, metavar="N", help="output limit of rows that have none")
-    add("--deadline", type=float, metavar="S", help="seconds after which clients give up, where rows do not say")
-    add("--warm-start", type=int, metavar="N", help="first serve the prompts of the first N requests, unrecorded, so that the prefix cache is warm")
+    add(
+        "--deadline",
+        type=float,
+        metavar="S",
+        help="seconds after which clients give up, where rows do not say",
+    )
+    add(
+        "--warm-start",
+        type=int,
+        metavar="N",
+        help="first serve the prompts of the first N requests, unrecorded, so that the prefix cache is warm",
+    )
     add("--until", type=float, metavar="S", help="stop the run at this time")
     add = parser.add_argument_group("machine").add_argument
-    add("--model", metavar="NAME", help="a catalogue name or a path to a Hugging Face config.json (llama-3.1-8b)")
+    add(
+        "--model",
+        metavar="NAME",
+        help="a catalogue name or a path to a Hugging Face config.json (llama-3.1-8b)",
+    )
     add("--gpu", metavar="NAME", help="a catalogue name or a JSON file (h100-sxm)")
-    add("--tensor-parallel-size", "--tp", type=int, metavar="N", help="GPUs that share each layer (1)")
+    add(
+        "--tensor-parallel-size",
+        "--tp",
+        type=int,
+        metavar="N",
+        help="GPUs that share each layer (1)",
+    )
     add("--weight-dtype", metavar="DTYPE", help="bf16, fp16, fp8, int8, int4 (the model's own)")
-    add("--kv-cache-dtype", "--kv-dtype", metavar="DTYPE", help="bf16, fp16, fp8, int8, int4 (as the activations)")
-    add("--cost-model", metavar="MODEL", help="physical, constant:20ms, linear:base=5ms,per_token=20us,per_seq=50us, or no-cache (no KV cache at all) (physical)")
-    add = parser.add_argument_group("KV memory (one of the first two; else what the GPU has left)").add_argument
-    add("--kv-gb", metavar="SIZE", help="usable KV memory of one GPU: 60 and 60GiB are 60 x 2^30 bytes, 60GB is 60 x 10^9")
-    add("--num-gpu-blocks", type=int, metavar="N", help="blocks as vLLM counts them, its null block included")
+    add(
+        "--kv-cache-dtype",
+        "--kv-dtype",
+        metavar="DTYPE",
+        help="bf16, fp16, fp8, int8, int4 (as the activations)",
+    )
+    add(
+        "--cost-model",
+        metavar="MODEL",
+        help="physical, constant:20ms, linear:base=5ms,per_token=20us,per_seq=50us, or no-cache "
+        "(no KV cache at all) (physical)",
+    )
+    add = parser.add_argument_group(
+        "KV memory (one of the first two; else what the GPU has left)"
+    ).add_argument
+    add(
+        "--kv-gb",
+        metavar="SIZE",
+        help="usable KV memory of one GPU: 60 and 60GiB are 60 x 2^30 bytes, 60GB is 60 x 10^9",
+    )
+    add(
+        "--num-gpu-blocks",
+        type=int,
+        metavar="N",
+        help="blocks as vLLM counts them, its null block included",
+    )
     add("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU to use (0.9)")
     add("--block-size", type=int, metavar="N", help="tokens a block (16)")
     add("--watermark", type=float, metavar="F", help="share of blocks an admission leaves free (0)")
@@ -77,17 +123,52 @@ def _run_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("scheduler, named as in vLLM").add_argument
     add("--max-num-seqs", type=int, metavar="N", help="sequences at once (256)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step (8192)")
-    add("--max-model-len", type=int, metavar="N", help="prompt and output tokens of a sequence (the model's)")
-    add("--enable-chunked-prefill", action=argparse.BooleanOptionalAction, help="spread a prompt over steps (on)")
-    add("--long-prefill-token-threshold", type=int, metavar="N", help="most prompt tokens a step for one sequence while there are others (off)")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="prompt and output tokens of a sequence (the model's)",
+    )
+    add(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        help="spread a prompt over steps (on)",
+    )
+    add(
+        "--long-prefill-token-threshold",
+        type=int,
+        metavar="N",
+        help="most prompt tokens a step for one sequence while there are others (off)",
+    )
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="(on)")
-    add("--scheduler-reserve-full-isl", action=argparse.BooleanOptionalAction, help="admit only what fits with all its present tokens (on)")
-    add("--scheduling-policy", metavar="NAME", help="fcfs, fcfs-fewest-lost, priority, priority-preemptive, or module:Class (fcfs)")
+    add(
+        "--scheduler-reserve-full-isl",
+        action=argparse.BooleanOptionalAction,
+        help="admit only what fits with all its present tokens (on)",
+    )
+    add(
+        "--scheduling-policy",
+        metavar="NAME",
+        help="fcfs, fcfs-fewest-lost, priority, priority-preemptive, or module:Class (fcfs)",
+    )
     add("--preemption-mode", metavar="MODE", help="recompute or swap (recompute)")
-    add("--parallel-sampling", metavar="MODE", help="n > 1: fork (shares the prompt's blocks) or separate, as vLLM V1 (fork)")
+    add(
+        "--parallel-sampling",
+        metavar="MODE",
+        help="n > 1: fork (shares the prompt's blocks) or separate, as vLLM V1 (fork)",
+    )
     add = parser.add_argument_group("result").add_argument
-    add("--slo", metavar="LIMITS", help='e.g. "ttft<=500ms,tpot<=50ms" for each request, "ttft:p99<=1s" for the run (exit code 1 if it does not hold)')
-    add("--try-change", action="store_true", help="also run the change that the verdict names, and compare")
+    add(
+        "--slo",
+        metavar="LIMITS",
+        help='e.g. "ttft<=500ms,tpot<=50ms" for each request, "ttft:p99<=1s" for the run '
+        "(exit code 1 if it does not hold)",
+    )
+    add(
+        "--try-change",
+        action="store_true",
+        help="also run the change that the verdict names, and compare",
+    )
     add("--out", type=Path, metavar="DIR", help="write the run record and pictures")
     add("--no-steps", action="store_true", help="leave steps.parquet out of the record")
     add("--json", action="store_true", help="print settings and metrics as JSON")
@@ -110,7 +191,9 @@ def _run(argv: list[str]) -> int:
     if args.try_change and result.verdict.flags:
         changed_options = parser.parse_args([*argv, *result.verdict.flags])
         changed_setup = resolve(
-            Options(**{field.name: getattr(changed_options, field.name) for field in fields(Options)})
+            Options(
+                **{field.name: getattr(changed_options, field.name) for field in fields(Options)}
+            )
         )
         changed = _with_progress(changed_setup, trace)
     names = ("as asked", " ".join(result.verdict.flags))
@@ -140,7 +223,10 @@ def _trace_path(given: str) -> tuple[Path, str]:
     """The file, or the sample that ships under that name where there is no such file."""
     path = Path(given)
     if not path.exists() and given == SHIPPED:
-        return default_trace_path(), f"there is no {SHIPPED} here: this is the sample that ships with kvplan"
+        return (
+            default_trace_path(),
+            f"there is no {SHIPPED} here: this is the sample that ships with kvplan",
+        )
     return path, ""
 
 

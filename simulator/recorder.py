@@ -116,7 +116,12 @@ class Recorder:
         self._carried_preemptions += len(plan.preempted)
 
     def step(
-        self, plan: StepPlan, outcome: StepOutcome, start_ns: int, price: StepPrice, num_running: int
+        self,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        start_ns: int,
+        price: StepPrice,
+        num_running: int,
     ) -> None:
         """A step that started at ``start_ns`` is over."""
         now = start_ns + price.duration_ns

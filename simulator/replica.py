@@ -8,11 +8,11 @@ or after its arrival. Time is integer nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import simpy
-from simpy.events import NORMAL, Event
+from simpy.events import NORMAL, Event, EventPriority
 
 from scheduler.plan import StepPlan, StepResult, Stop
 from scheduler.request import Request
@@ -22,8 +22,8 @@ from simulator.recorder import Recorder
 from traces.workload import Arrival, Workload
 
 _STEP_END = NORMAL
-_ARRIVAL = NORMAL + 1
-_STEP_START = NORMAL + 2
+_ARRIVAL = EventPriority(NORMAL + 1)
+_STEP_START = EventPriority(NORMAL + 2)
 
 Process = Generator[Event, Any, None]
 
@@ -31,7 +31,7 @@ Process = Generator[Event, Any, None]
 class Moment(Event):
     """A time to wait for, with a place among the events of that time."""
 
-    def __init__(self, env: simpy.Environment, delay_ns: int, order: int) -> None:
+    def __init__(self, env: simpy.Environment, delay_ns: int, order: EventPriority) -> None:
         super().__init__(env)
         self._ok = True
         self._value = None
@@ -77,6 +77,11 @@ class Replica:
         env.process(self._arrivals(workload.initial()))
         env.process(self._serve())
 
+    @property
+    def _now(self) -> int:
+        """The clock in ns; SimPy would let it be a float, here it never is."""
+        return cast(int, self._env.now)
+
     # -- arrivals ----------------------------------------------------------------------------
 
     def _arrivals(self, arrivals: Iterator[Arrival]) -> Process:
@@ -85,8 +90,8 @@ class Replica:
             if self._until_ns is not None and arrival_ns > self._until_ns:
                 self._recorder.never_arrived(arrival.request)
                 continue
-            if arrival_ns > self._env.now:
-                yield Moment(self._env, arrival_ns - self._env.now, _ARRIVAL)
+            if arrival_ns > self._now:
+                yield Moment(self._env, arrival_ns - self._now, _ARRIVAL)
             self._submit(arrival)
 
     def _submit(self, arrival: Arrival) -> None:
@@ -107,7 +112,7 @@ class Replica:
 
     def _follow(self, request: Request, output_tokens: int) -> None:
         """Requests that the end of this one brings about."""
-        following = self._workload.on_finish(request, output_tokens, self._env.now)
+        following = self._workload.on_finish(request, output_tokens, self._now)
         for arrival in following:
             self._env.process(self._arrivals(iter([arrival])))
 
@@ -124,11 +129,11 @@ class Replica:
     def _serve(self) -> Process:
         env, scheduler = self._env, self._scheduler
         while True:
-            # Let everything else of this instant happen first.
-            yield Moment(env, 0, _STEP_START)
-            if self._until_ns is not None and env.now >= self._until_ns:
+            if env.peek() <= self._now:  # let everything else of this instant happen first
+                yield Moment(env, 0, _STEP_START)
+            if self._until_ns is not None and self._now >= self._until_ns:
                 return
-            self._expire(env.now)
+            self._expire(self._now)
             if not scheduler.num_unfinished:
                 self._wake = env.event()
                 yield self._wake
@@ -137,7 +142,7 @@ class Replica:
             if not plan:
                 yield from self._stand_still(plan)
                 continue
-            start_ns = env.now
+            start_ns = self._now
             num_running = len(scheduler.running)
             price = self._cost.price(plan.features())
             assert price.duration_ns > 0, f"the cost model says {price.duration_ns} ns for a step"
@@ -145,7 +150,7 @@ class Replica:
                 return
             yield Moment(env, price.duration_ns, _STEP_END)
             # A deadline that fell inside the step was missed, whatever the step brought.
-            self._expire(env.now - 1)
+            self._expire(self._now - 1)
             stops = self._stops(plan)
             outcome = scheduler.update(plan, StepResult(price.duration_ns, stops=stops))
             for fork in outcome.forked:
@@ -167,12 +172,12 @@ class Replica:
         if deadline is None:
             yield self._wake
         else:
-            yield self._wake | Moment(self._env, deadline - self._env.now, _STEP_END)
+            yield self._wake | Moment(self._env, deadline - self._now, _STEP_END)
             self._wake = None
 
     def _expire(self, time_ns: int) -> None:
         expired = self._scheduler.expire(time_ns)
-        self._recorder.finished(expired, self._env.now)
+        self._recorder.finished(expired, self._now)
         for sequence, _ in expired:
             self._ended(sequence.request)
 
@@ -209,8 +214,6 @@ def simulate(
     finish are ``unfinished``.
     """
     env = simpy.Environment()
-    Replica(
-        env, scheduler, cost, recorder, workload, until_ns=until_ns, on_progress=on_progress
-    )
+    Replica(env, scheduler, cost, recorder, workload, until_ns=until_ns, on_progress=on_progress)
     env.run()
     recorder.unfinished([*scheduler.running, *scheduler.swapped, *scheduler.waiting])

@@ -17,7 +17,7 @@ from scheduler.scheduler import RequestRefusedError, Scheduler
 from simulator.recorder import Recorder
 from simulator.replica import simulate
 from simulator.settings import Setting, Setup
-from simulator.verdict import Capacity, Verdict, judge
+from simulator.verdict import Verdict, judge
 from traces.trace import Trace
 from traces.workload import Arrival, OpenLoop
 
@@ -36,7 +36,9 @@ def package_version() -> str:
         return "unknown"
 
 
-def run(setup: Setup, trace: Trace, *, on_progress: Callable[[int], None] | None = None) -> RunResult:
+def run(
+    setup: Setup, trace: Trace, *, on_progress: Callable[[int], None] | None = None
+) -> RunResult:
     """Replay a trace on one replica.
 
     ``on_progress`` is called now and then with the number of requests that are done.
@@ -70,15 +72,7 @@ def run(setup: Setup, trace: Trace, *, on_progress: Callable[[int], None] | None
         end_ns=until_ns,
         evictions=evictions,
     )
-    capacity = Capacity(
-        config=setup.config,
-        num_blocks=setup.num_blocks,
-        block_size=setup.layout.block_size,
-        peak_flops=setup.peak_flops,
-        peak_bandwidth=setup.gpu.memory_bandwidth,
-        kv_gib=setup.num_blocks * setup.layout.bytes_per_block / 2**30,
-    )
-    verdict = judge(requests, steps, recorder.gaps, capacity, summary)
+    verdict = judge(requests, steps, recorder.gaps, setup, summary)
     summary["bottleneck"] = verdict.as_bottleneck()
     return RunResult(RunRecord(settings, requests, steps, recorder.gaps, summary), verdict)
 

@@ -255,9 +255,7 @@ def _num_blocks(
         )
     r.note("num_blocks", num_blocks, "derived", "usable")
     _check_room(r, shape, gpu, layout, num_blocks, weight_dtype, tp, config)
-    check = check_max_model_len(
-        num_blocks * layout.bytes_per_block, config.max_model_len, layout
-    )
+    check = check_max_model_len(num_blocks * layout.bytes_per_block, config.max_model_len, layout)
     if not check.fits:
         r.warnings.append(
             f"KV: the pool holds {check.capacity_tokens:,} tokens, less than one request of "

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from blockmanager import BlockCopy, BlockTransfer, ExtraKeys, Growth
-from scheduler import (
-    Request,
-    Scheduler,
-    Sequence as ScheduledSequence,
-    StepOutcome,
-    StepPlan,
-    StepResult,
-    Stop,
-)
 
 EXTRA_KEYS = (ExtraKeys(), ExtraKeys(lora="X"), ExtraKeys(salt="X"), ExtraKeys(lora="X", salt="X"))
 
@@ -33,7 +22,7 @@ def kv_values(root: int, tokens: Iterable[int]) -> list[int]:
 
 
 def state_of(thing: object) -> Any:
-    """Everything inside an object, as nested lists that can be compared; order counts in dicts too."""
+    """Everything inside an object, as nested lists to compare; order counts in dicts too."""
     if isinstance(thing, (int, str, bytes, type(None))):
         return thing
     if isinstance(thing, Mapping):
@@ -56,9 +45,7 @@ class Memory:
         self.gpu: dict[int, int] = {}
         self.host: dict[int, int] = {}
 
-    def _move(
-        self, source: dict[int, int], src: int, target: dict[int, int], dst: int
-    ) -> None:
+    def _move(self, source: dict[int, int], src: int, target: dict[int, int], dst: int) -> None:
         for offset in range(self.block_size):
             value = source.get(src * self.block_size + offset)
             if value is None:
@@ -179,9 +166,7 @@ class PlainManager:
     def grow(self, table: PlainTable, first_slot: int, num_slots: int) -> Growth | None:
         first = first_slot // self.block_size
         missing = max(0, self.blocks_for(num_slots) - len(table.blocks))
-        shared = [
-            i for i in range(first, len(table.blocks)) if self.pool.refs[table.blocks[i]] > 1
-        ]
+        shared = [i for i in range(first, len(table.blocks)) if self.pool.refs[table.blocks[i]] > 1]
         if missing + len(shared) > len(self.pool.free):
             return None
         copies = []
@@ -233,100 +218,3 @@ class PlainManager:
         self.host_pool.release(table.host_blocks)
         table.blocks, table.host_blocks = blocks, []
         return transfers, blocks
-
-
-# -- a backend that computes on the memory ---------------------------------------------------
-
-
-class ToyEngine:
-    """Executes plans on a ``Memory`` and samples each token from what it reads there.
-
-    So a wrong block gives wrong outputs, as in a real engine; ``execute`` also asserts that every
-    scheduled sequence reads back as its own tokens.
-    """
-
-    def __init__(self, scheduler: Scheduler, prompts: Mapping[str, Sequence[int]]) -> None:
-        self.scheduler = scheduler
-        self.prompts = prompts
-        self.memory = Memory(scheduler.blocks.block_size)
-        self.tokens: dict[str, list[int]] = {}
-        """Known tokens of each sequence, outputs of finished ones included."""
-        self.num_copies = 0
-        self.finished: list[tuple[str, str]] = []
-
-    def add(self, request: Request) -> None:
-        for sequence in self.scheduler.add(request):
-            self.tokens[sequence.id] = list(self.prompts[request.id])
-
-    def step(self, stop: Callable[[ScheduledSequence], bool] = lambda _: False) -> StepPlan:
-        """Schedule, execute, update, check. ``stop`` ends a sequence at the token sampled now."""
-        plan = self.scheduler.schedule()
-        self.scheduler.check()
-        outcome = self.scheduler.update(plan, self.execute(plan, stop))
-        self._take_in(outcome)
-        self.scheduler.check()
-        return plan
-
-    def run(self, max_steps: int = 2000) -> list[StepPlan]:
-        """Step until nothing is left."""
-        plans = []
-        while self.scheduler.num_unfinished:
-            plans.append(self.step())
-            assert plans[-1], "a step that schedules nothing while work is left"
-            assert len(plans) <= max_steps, f"{self.scheduler.num_unfinished} unfinished"
-        return plans
-
-    def outputs(self, request_id: str) -> dict[str, list[int]]:
-        prompt = self.prompts[request_id]
-        return {
-            seq_id: tokens[len(prompt) :]
-            for seq_id, tokens in self.tokens.items()
-            if seq_id.split("#")[0] == request_id
-        }
-
-    def execute(
-        self, plan: StepPlan, stop: Callable[[ScheduledSequence], bool] = lambda _: False
-    ) -> StepResult:
-        memory, size = self.memory, self.memory.block_size
-        memory.swap_out(plan.swapped_out)
-        memory.swap_in(plan.swapped_in)
-        memory.copy(plan.copies)
-        self.num_copies += len(plan.copies)
-        spans = list(
-            zip(plan.sequences, plan.computed_before.tolist(), plan.granted.tolist(), strict=True)
-        )
-        for sequence, start, granted in spans:
-            values = self._values(sequence)[start : start + granted]
-            memory.write(sequence.table.slot_mapping(start, start + granted, size), values)
-        token_ids: list[list[int]] = []
-        for position, (sequence, start, granted) in enumerate(spans):
-            end = start + granted
-            seen = memory.read(sequence.table.slot_mapping(0, end, size))
-            assert seen == self._values(sequence)[:end], f"{sequence} does not read back"
-            count = sequence.slots if plan.samples[position] else 0
-            token_ids.append([hash((*seen, sample)) % 1000 for sample in range(count)])
-        self._sampled = dict(zip(plan.sequences, token_ids, strict=True))
-        stops = [
-            Stop(position)
-            for position, sequence in enumerate(plan.sequences)
-            if plan.samples[position] and stop(sequence)
-        ]
-        return StepResult(duration_ns=1, token_ids=token_ids, stops=stops)
-
-    def _values(self, sequence: ScheduledSequence) -> list[int]:
-        root = EXTRA_KEYS.index(sequence.request.extra_keys)
-        return kv_values(root, self.tokens[sequence.id])
-
-    def _take_in(self, outcome: StepOutcome) -> None:
-        children_of = {fork.parent: fork.children for fork in outcome.forked}
-        for sequence, sampled in self._sampled.items():
-            children = children_of.get(sequence, [])
-            for child in children:
-                self.tokens[child.id] = list(self.tokens[sequence.id])
-            for member, token in zip([sequence, *children], sampled, strict=False):
-                self.tokens[member.id].append(token)
-        self.finished += [(entry.sequence.id, entry.reason) for entry in outcome.finished]
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 32_000, count).tolist()

@@ -1,4 +1,4 @@
-"""The block manager against two twins: a plain one that decides the same, and a memory that is a dict.
+"""The block manager, a plain twin that decides the same, and a memory that is a dict.
 
 Each sequence is a list of tokens. Whatever is read back through a table is what was written through
 it, whatever was shared, evicted, swapped or refused in between.
@@ -10,7 +10,8 @@ from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -112,9 +113,7 @@ class Line:
         self.plain = PlainTable(self.names)
 
     def adopt(self, manager: BlockManager) -> None:
-        self.table = manager.new_table(
-            self.content, len(self.tokens), EXTRA_KEYS[self.form.root]
-        )
+        self.table = manager.new_table(self.content, len(self.tokens), EXTRA_KEYS[self.form.root])
 
     @property
     def num_known(self) -> int:
@@ -206,7 +205,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def ask(self, name: str, line: Line, *args: Any, **options: Any) -> Any:
         """The manager's answer, which is the plain twin's too; a refusal has changed nothing."""
         before = self.state()
-        answer = getattr(self.manager, name)(line.table, *args, **options)
+        try:
+            answer = getattr(self.manager, name)(line.table, *args, **options)
+        except (NoFreeBlocksError, LookupError) as error:
+            raise AssertionError(f"{name} has no answer: {error!r}") from error
         if answer is None and name not in ("register", "unregister", "free"):
             assert self.state() == before, f"a refused {name} changed something"
         if name in ("find_hit", "blocks_to_grow"):
@@ -303,7 +305,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.waiting.append(line)
         return line
 
-    @rule(prompt=PROMPTS, chunk=st.integers(0, 12), use_watermark=st.booleans(), keyed=st.booleans())
+    @rule(
+        prompt=PROMPTS, chunk=st.integers(0, 12), use_watermark=st.booleans(), keyed=st.booleans()
+    )
     def allocate(self, prompt: Prompt, chunk: int, use_watermark: bool, keyed: bool) -> None:
         """A new prompt, its first chunk; registered now, or by a later ``register``."""
         line = self.arrive(prompt)
@@ -381,10 +385,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.grants[line] = Grant(start, end, [], line.table.num_registered)
         self.execute()
 
-    @precondition(lambda self: self.running and len(self.running) < 8)
-    @rule(index=INDEX)
-    def fork(self, index: int) -> None:
-        parent = self.pick(self.running, index)
+    def split(self, parent: Line) -> Line:
         child = object.__new__(Line)
         child.__dict__.update(parent.__dict__)
         child.tokens = list(parent.tokens)
@@ -393,6 +394,26 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if self.with_plain_twin:
             self.plain.fork(parent.plain, child.plain)
         self.running.append(child)
+        return child
+
+    @precondition(lambda self: 0 < len(self.running) < 8)
+    @rule(index=INDEX)
+    def fork(self, index: int) -> None:
+        self.split(self.pick(self.running, index))
+
+    @precondition(lambda self: 0 < len(self.running) < 8)
+    @rule(index=INDEX, more=st.tuples(MORE, MORE), parent_first=st.booleans())
+    def branch(self, index: int, more: tuple[list[int], list[int]], parent_first: bool) -> None:
+        """Parallel samples: both go on from one past, in one step."""
+        parent = self.pick(self.running, index)
+        family = [parent, self.split(parent)]
+        if not parent_first:
+            family.reverse()
+        for line, tokens in zip(family, more, strict=True):
+            line.learn(tokens)
+            if self.grow(line, line.num_computed, len(line.tokens)):
+                self.register_grant(line)
+        self.execute()
 
     @precondition(lambda self: len(self.lines) > 1)
     @rule(index=INDEX)
@@ -441,7 +462,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         line = self.pick(self.running, index)
         self.ask("unregister", line, level)
 
-    @precondition(lambda self: any(b in self.manager.pool.cache for b in self.manager.pool.free_ids()))
+    @precondition(
+        lambda self: any(b in self.manager.pool.cache for b in self.manager.pool.free_ids())
+    )
     @rule(count=st.integers(1, 12))
     def evict(self, count: int) -> None:
         """Pressure: somebody unknown takes ``count`` of the free blocks, writes them and goes."""

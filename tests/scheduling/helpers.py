@@ -207,6 +207,8 @@ class Engine:
     token_steps: dict[str, list[int]] = field(init=False, default_factory=dict)
     """For each sequence, the number (from 1) of the step that brought each output."""
     sequences: dict[str, Sequence] = field(init=False, default_factory=dict)
+    computed_at_birth: dict[Sequence, int] = field(init=False, default_factory=dict)
+    """Tokens that a child of a fork shares with its parent; 0 for the others."""
     _targets: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -243,6 +245,7 @@ class Engine:
 
     def _arrived(self, sequence: Sequence) -> None:
         self.sequences[sequence.id] = sequence
+        self.computed_at_birth[sequence] = sequence.num_computed_tokens
         self.reasons.pop(sequence.id, None)  # the id is used again
         self.token_steps[sequence.id] = []
 

@@ -161,7 +161,6 @@ class Run:
         self.transcript: list[Any] = []
         self.refused: dict[str, str] = {}
         self.granted: dict[Sequence, int] = {}
-        self.computed_at_birth: dict[Sequence, int] = {}
         self.step = 0
         self._abort_at: dict[tuple[int, AbortAt], list[str]] = {}
         todo = sorted(enumerate(load.arrivals), key=lambda pair: pair[1].step)
@@ -213,17 +212,12 @@ class Run:
         self.transcript.append(plain(plan))
         self.transcript.append(scheduler.blocks.pool.free_ids())
         self._check_plan(plan, ran_before, unfinished)
-        for sequence, tokens, before in zip(
-            plan.sequences, plan.granted.tolist(), plan.computed_before.tolist(), strict=True
-        ):
-            self.computed_at_birth.setdefault(sequence, 0)
-            if sequence not in self.granted and sequence in ran_before:
-                self.computed_at_birth[sequence] = before  # a child of a fork
+        for sequence, tokens in zip(plan.sequences, plan.granted.tolist(), strict=True):
             self.granted[sequence] = self.granted.get(sequence, 0) + tokens
         self._aborts("before update")
         step = self.engine.finish_plan(plan)
         self.transcript.append((step.sampled, step.finished, scheduler.blocks.pool.free_ids()))
-        for sequence in self.engine.sequences.values():
+        for sequence in {*plan.sequences, *scheduler.running, *scheduler.waiting}:
             self._check_accounts(sequence)
 
     def _check_plan(self, plan: StepPlan, ran_before: set[Sequence], unfinished: int) -> None:
@@ -260,11 +254,10 @@ class Run:
 
     def _check_accounts(self, sequence: Sequence) -> None:
         """Granted = where it stands, less what it was given, plus what it did twice."""
-        if sequence not in self.granted:
-            return
         stands = sequence.num_computed_tokens + sequence.num_lost_tokens
         done_twice = sequence.num_recomputed_tokens - sequence.num_cached_tokens
-        assert self.granted[sequence] == stands - self.computed_at_birth[sequence] + done_twice
+        granted = self.granted.get(sequence, 0)
+        assert granted == stands - self.engine.computed_at_birth[sequence] + done_twice
 
     def _at_the_end(self) -> None:
         engine, scheduler, blocks = self.engine, self.scheduler, self.scheduler.blocks

@@ -34,9 +34,7 @@ class Run:
         return {name: column[index] for name, column in self.requests.items()}
 
 
-def arrival(
-    request_id: str, time_s: float, prompt: int, output: int, **fields: Any
-) -> Arrival:
+def arrival(request_id: str, time_s: float, prompt: int, output: int, **fields: Any) -> Arrival:
     request = Request(
         id=request_id, arrival_ns=round(time_s * NS), num_prompt_tokens=prompt, **fields
     )

@@ -77,7 +77,10 @@ def test_m_g_inf_waits_only_for_the_step_in_progress() -> None:
     def simulate_once(rng: np.random.Generator) -> Run:
         times = poisson_arrivals(rng, rate, 2000)
         outputs = rng.integers(1, 2 * mean_outputs, 2000)
-        requests = [arrival(str(i), t, 1, int(o)) for i, (t, o) in enumerate(zip(times, outputs, strict=True))]
+        requests = [
+            arrival(str(i), t, 1, int(o))
+            for i, (t, o) in enumerate(zip(times, outputs, strict=True))
+        ]
         return run(requests, ConstantCost(step), max_num_seqs=1000)
 
     def mean_wait(rng: np.random.Generator) -> float:
@@ -116,7 +119,10 @@ def test_processor_sharing_where_the_step_costs_what_its_batch_holds() -> None:
         count = 1200
         times = poisson_arrivals(rng, rate, count)
         outputs = rng.integers(1, 2 * mean_outputs, count)
-        requests = [arrival(str(i), t, 1, int(o)) for i, (t, o) in enumerate(zip(times, outputs, strict=True))]
+        requests = [
+            arrival(str(i), t, 1, int(o))
+            for i, (t, o) in enumerate(zip(times, outputs, strict=True))
+        ]
         result = run(requests, LinearCost(0, c, 0), max_num_seqs=10_000)
         column = result.requests
         stays = (column["finish_ns"] - column["arrival_ns"]).compressed()
@@ -129,7 +135,9 @@ def test_processor_sharing_where_the_step_costs_what_its_batch_holds() -> None:
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=25
+        st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 30)),
+        min_size=1,
+        max_size=25,
     ),
     st.integers(6, 30),
     st.integers(1, 8),
@@ -156,5 +164,7 @@ def test_littles_law_is_exact(
         column["arrival_ns"], leaving
     )
     # The same area from the other side: what the steps saw of everybody who was admitted or waited.
-    in_steps = int(((result.steps["running"] + result.steps["waiting"]) * result.steps["duration_ns"]).sum())
+    in_steps = int(
+        ((result.steps["running"] + result.steps["waiting"]) * result.steps["duration_ns"]).sum()
+    )
     assert in_steps <= sojourns_ns(column["arrival_ns"], leaving)

@@ -1,0 +1,79 @@
+"""Run the benchmarks, print a table, and write it with machine and commit to benchmarks/results/."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.blocks import block_operations
+from benchmarks.simulate import simulated_traces
+from benchmarks.start import start_up
+from benchmarks.steps import scheduler_steps
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def machine() -> dict[str, object]:
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "cpu": model,
+        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="counted runs of each (5)")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        help="simulate this trace too (may be repeated)",
+    )
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    args = parser.parse_args()
+    rows = []
+    for part in (
+        simulated_traces(args.trace, args.runs),
+        scheduler_steps(args.runs),
+        block_operations(args.runs),
+        start_up(args.runs),
+    ):
+        for row in part:
+            print(
+                f"{row['name']:<58}{row['median']:>12,.4g} {row['unit']:<22} "
+                f"({row['low']:,.4g} to {row['high']:,.4g})",
+                flush=True,
+            )
+            rows.append(row)
+    if not args.no_write:
+        folder = ROOT / "benchmarks" / "results"
+        folder.mkdir(exist_ok=True)
+        info = machine()
+        path = folder / f"{info['date']}-{info['commit']}.json"
+        path.write_text(json.dumps({"machine": info, "rows": rows}, indent=1) + "\n")
+        print(f"written: {path.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""What the rules of the verdict ask for: a run's rows, condensed, and the price of other steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from records.columns import BLOCKED_CODES, Columns, exact_sum
+from records.gaps import GapCounts
+from records.metrics import meets
+from records.slo import Metric
+from scheduler.features import StepFeatures
+from simulator.cost_step import CostModel, StepPrice
+from simulator.settings import Options, Setup, resolve
+
+Part = Literal["queue", "first token", "tokens"]
+"""Where a request's time goes: until it is scheduled, until its first token, after it."""
+Changes: TypeAlias = Mapping[str, Any]
+"""Options by name, as ``Options`` spells them."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+
+QUEUED_STEPS = 2.0
+"""A request queued if it waited longer than this many long (p99) steps: less is the step in
+progress, and one more that was full."""
+LIMITS_MET = 0.99
+"""Share of the requests that keep a limit from which on it counts as met."""
+
+
+class Load(NamedTuple):
+    """A typical step in numbers that a cost model can price at another size."""
+
+    decodes: float
+    """Sequences that decode."""
+    context: int
+    """Tokens that one of them attends to."""
+    prefill: float
+    """Prompt tokens."""
+    prompt: int
+    """Tokens of a prompt that are to be computed (prefix hits are not)."""
+
+    def decode_step(self, cost: CostModel, factor: float = 1.0) -> StepPrice:
+        """A step of ``factor`` times the decodes, and no prefill."""
+        return _price(cost, max(round(self.decodes * factor), 1), self.context)
+
+    def prefill_step(self, cost: CostModel, tokens: int) -> StepPrice:
+        """A step of the same decodes and ``tokens`` of prompts."""
+        return _price(cost, round(self.decodes), self.context, max(tokens, 1), self.prompt)
+
+    def last_chunk_step(self, cost: CostModel, tokens: int, prompt: int) -> StepPrice:
+        """A step of the same decodes and the last ``tokens`` of a long prompt."""
+        decodes = round(self.decodes)
+        return _price(cost, decodes, self.context, tokens, tokens, max(prompt - tokens, 0))
+
+    def time_ns(self, cost: CostModel, factor: float = 1.0) -> float:
+        """Mean duration of a step with ``factor`` times as many sequences.
+
+        Prompts come whole, now and then: their tokens are priced at the size of a prompt, not as the
+        few that a step has on average.
+        """
+        decode = self.decode_step(cost, factor).duration_ns
+        if not self.prefill:
+            return decode
+        alone = _price(cost, max(round(self.decodes), 1), self.context).duration_ns
+        whole = _price(cost, max(round(self.decodes), 1), self.context, self.prompt, self.prompt)
+        return decode + self.prefill * factor * (whole.duration_ns - alone) / self.prompt
+
+
+def _price(
+    cost: CostModel, decodes: int, context: int, prefill: int = 0, prompt: int = 1, before: int = 0
+) -> StepPrice:
+    whole, rest = divmod(prefill, prompt)
+    chunks = [prompt] * whole + ([rest] if rest else [])
+    granted = np.array([1] * decodes + chunks, np.int64)
+    is_decode = np.arange(len(granted)) < decodes
+    computed = np.where(is_decode, context, before)
+    sampled = np.arange(len(granted)) < decodes + whole
+    return cost.price(StepFeatures(granted, computed, sampled, is_decode))
+
+
+class Facts:
+    """The rows of a run that had at least one step, condensed to what the rules ask.
+
+    Requests that a stopped run never came to are left out.
+    """
+
+    def __init__(
+        self,
+        requests: Columns,
+        steps: Columns,
+        gaps: GapCounts,
+        setup: Setup,
+        summary: Mapping[str, Any],
+    ) -> None:
+        self.setup, self.steps, self.gaps, self.summary = setup, steps, gaps, summary
+        self.start: npt.NDArray[np.int64] = steps["start_ns"]
+        self.duration: npt.NDArray[np.int64] = steps["duration_ns"]
+        self._take_requests(requests)
+        self._take_queue()
+        self._take_limits(requests)
+        self._take_load(requests)
+
+    def _take_requests(self, requests: Columns) -> None:
+        status = np.array(requests["status"])
+        arrival: npt.NDArray[np.int64] = requests["arrival_ns"]
+        until = self.setup.settings["until"].value
+        end_ns = int((self.start + self.duration).max())
+        if until is not None:
+            end_ns = max(end_ns, round(until * 1e9))
+        self.has_arrived = (status != "unfinished") | (arrival <= end_ns)
+        is_refused = status == "refused"
+        self.was_in = self.has_arrived & ~is_refused
+        """Arrived and was taken in."""
+        scheduled = requests["first_scheduled_ns"]
+        never = np.ma.getmaskarray(scheduled)
+        left = np.where(
+            np.ma.getmaskarray(requests["finish_ns"]), end_ns, requests["finish_ns"].filled(0)
+        )
+        self.wait = np.where(never, left, scheduled.filled(0)) - arrival
+        """Until it was scheduled or gave up, ns."""
+        self.num_requests = int(np.count_nonzero(self.was_in))
+        self.num_refused = int(np.count_nonzero(is_refused))
+        self.num_gave_up = int(np.count_nonzero((status == "timed_out") & never))
+        self.num_not_arrived = int(np.count_nonzero(~self.has_arrived))
+        self.num_unfinished = int(np.count_nonzero(status == "unfinished")) - self.num_not_arrived
+        self.was_preempted = requests["preemptions"] > 0
+        self.num_preempted = int(np.count_nonzero(self.was_preempted))
+        self.longest_gap_preempted = int(requests["max_gap_ns"][self.was_preempted].max(initial=0))
+        self.arrivals = np.sort(arrival[self.was_in])
+        self.completions = np.sort(requests["finish_ns"].filled(0)[status == "completed"])
+        self.has_failed = is_refused | (status == "aborted")
+        """Without a fault of its speed."""
+        self.failures: list[str] = [
+            reason
+            for reason, failed in zip(requests["finish_reason"], self.has_failed, strict=True)
+            if failed
+        ]
+
+    def _take_queue(self) -> None:
+        waiting: npt.NDArray[np.int64] = self.steps["waiting"]
+        self.p99_step = float(np.percentile(self.duration, 99))
+        is_queued = self.was_in & (self.wait > QUEUED_STEPS * self.p99_step)
+        self.queued_share = int(np.count_nonzero(is_queued)) / max(self.num_requests, 1)
+        self.first_arrival, self.last_arrival = int(self.arrivals[0]), int(self.arrivals[-1])
+        self.span = self.last_arrival - self.first_arrival
+        self.is_one_burst = self.span <= self.p99_step
+        before_last = int(np.searchsorted(self.start, self.last_arrival, side="right")) - 1
+        self.waiting_at_end = int(waiting[before_last]) if before_last >= 0 else 0
+        self.quarters = [self._mean_waiting(quarter) for quarter in range(4)]
+        pressed = (waiting > 0) & (self.start < self.last_arrival)
+        self.pressed = exact_sum(self.duration[pressed]) / max(self.span, 1)
+        """Share of the arrival time in which somebody waited."""
+        # Room lost to a preemption is room lost for want of blocks.
+        codes = {name: [code] for name, code in BLOCKED_CODES.items()}
+        codes["blocks"] += codes.pop("preemption")
+        masks = {name: np.isin(self.steps["blocked_by"], code) for name, code in codes.items()}
+        waited = {
+            name: exact_sum(waiting[mask] * self.duration[mask]) for name, mask in masks.items()
+        }
+        total = sum(waited.values())
+        self.blocked_by = max(waited, key=lambda name: waited[name]) if total else None
+        """What most of the waiting time was spent on; ``None`` where nobody waited for a step."""
+        self.blocked_share = waited[self.blocked_by] / total if self.blocked_by else 0.0
+        self.is_blocked: Mask = (
+            masks[self.blocked_by] if self.blocked_by else np.ones(len(waiting), np.bool_)
+        )
+        """Steps of that kind; all steps where there are none."""
+        self.running: npt.NDArray[np.int64] = self.steps["running"]
+        self.demand = int(np.percentile(self.running + waiting, 95))
+        """Sequences that were there, running or waiting, most of the time at most."""
+        self.running_blocked = max(_mean(self.running[self.is_blocked]), 1.0)
+
+    def _mean_waiting(self, quarter: int) -> float:
+        """Time-weighted number waiting in a quarter of the arrival time."""
+        low = self.first_arrival + self.span * quarter // 4
+        high = self.first_arrival + self.span * (quarter + 1) // 4
+        inside = (self.start >= low) & (self.start < high)
+        area = exact_sum(self.steps["waiting"][inside] * self.duration[inside])
+        return area / max(high - low, 1)
+
+    def _take_limits(self, requests: Columns) -> None:
+        """Which limits are not met, and by whom."""
+        limits = self.setup.limits
+        self.has_limits = bool(limits)
+        judged = self.has_arrived & (np.array(requests["status"]) != "unfinished")
+        self.misses: Mask = np.zeros(len(judged), np.bool_)
+        shares: dict[Metric, float] = {}
+        self.limit_ns: dict[Metric, int] = {}
+        for limit in limits.per_request:
+            missed = judged & ~meets(requests, limit)
+            self.misses |= missed
+            share = int(np.count_nonzero(missed)) / max(int(np.count_nonzero(judged)), 1)
+            if share > 1 - LIMITS_MET:
+                shares[limit.metric] = share
+            self.limit_ns[limit.metric] = limit.limit_ns
+        held = [entry["holds"] for entry in self.summary["goodput"]["slo"]["statistics"]]
+        for statistic, holds in zip(limits.statistics, held, strict=True):
+            self.limit_ns.setdefault(statistic.metric, statistic.limit_ns)
+            if not holds:
+                shares.setdefault(statistic.metric, 1 - LIMITS_MET)
+        self.suffers = sorted(shares, key=lambda metric: (-shares[metric], metric))
+        """Metrics whose limits are not met, the worst first."""
+        arrival = requests["arrival_ns"]
+        first = np.ma.getmaskarray(requests["first_token_ns"])
+        self.ttft = np.where(first, self.wait, requests["first_token_ns"].filled(0) - arrival)
+        last = np.ma.getmaskarray(requests["finish_ns"])
+        self.e2e = np.where(last, self.ttft, requests["finish_ns"].filled(0) - arrival)
+
+    def worst_part(self) -> Part:
+        """The part of a request's time that the limits suffer from most, or that queueing is."""
+        metric = self.suffers[0] if self.suffers else None
+        if metric is None:
+            return "queue" if self.queued_share >= 0.05 else "tokens"
+        if metric in ("tpot", "itl"):
+            return "tokens"
+        limit = self.limit_ns[metric]
+        value = {"ttft": self.ttft, "e2e": self.e2e, "queue": self.wait}[metric]
+        slow = self.was_in & (value > limit)
+        parts: dict[Part, int] = {
+            "queue": exact_sum(self.wait[slow]),
+            "first token": exact_sum((self.ttft - self.wait)[slow]),
+            "tokens": exact_sum((self.e2e - self.ttft)[slow]) if metric == "e2e" else 0,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+    def _take_load(self, requests: Columns) -> None:
+        steps = self.steps
+        prefill, decode = steps["prefill_tokens"], steps["decode_tokens"]
+        self.is_prefill: Mask = prefill > 0
+        self.is_mixed: Mask = self.is_prefill & (decode > 0)
+        self.is_pure: Mask = ~self.is_prefill
+        """Steps that only decode."""
+        outputs = requests["output_tokens"]
+        # A sequence decodes for as many steps as it has outputs.
+        contexts = (requests["prompt_tokens"] + outputs // 2) * outputs
+        context = exact_sum(contexts) // max(exact_sum(outputs), 1)
+        scheduled = ~np.ma.getmaskarray(requests["first_scheduled_ns"])
+        todo = np.maximum(requests["prompt_tokens"] - requests["cached_tokens"], 1)[scheduled]
+        self.prompt = max(exact_sum(todo) // max(len(todo), 1), 1)
+        self.long_prompt = int(np.percentile(todo, 95)) if len(todo) else 1
+        self.longest_prompt = int(todo.max(initial=1))
+        self.prefill_rate = exact_sum(todo) * 1e9 / self.span if self.span else 0.0
+        """Prompt tokens to compute that arrive, per second."""
+        self.context = max(context, 1)
+        self.blocked_load = self.load(self.is_blocked)
+
+    def load(self, rows: Mask) -> Load:
+        """The typical step among ``rows``."""
+        return Load(
+            decodes=_mean(self.steps["decode_tokens"][rows]),
+            context=self.context,
+            prefill=_mean(self.steps["prefill_tokens"][rows]),
+            prompt=self.prompt,
+        )
+
+    @property
+    def offered(self) -> float | None:
+        """Requests that arrive per second: over all, or in the later half if that is more."""
+        if not self.span:
+            return None
+        half = self.first_arrival + self.span // 2
+        later = int(np.count_nonzero(self.arrivals > half)) / (self.last_arrival - half)
+        return 1e9 * max((len(self.arrivals) - 1) / self.span, later)
+
+    @property
+    def served(self) -> float | None:
+        """Requests completed per second while others waited: what the machine can do."""
+        pressed = np.flatnonzero(self.steps["waiting"] > 0)
+        if not len(pressed):
+            return None
+        low = int(self.start[pressed[0]])
+        high = int(self.start[pressed[-1]] + self.duration[pressed[-1]])
+        done = np.count_nonzero((self.completions > low) & (self.completions <= high))
+        return 1e9 * int(done) / (high - low) if done else None
+
+    def use(self, rows: Mask, what: Literal["flops", "bytes"]) -> float | None:
+        """Share of the peak in those steps; ``None`` where the cost model does not know."""
+        total = math.fsum(self.steps[what][rows].tolist())
+        busy_ns = exact_sum(self.duration[rows])
+        setup = self.setup
+        peak = setup.peak_flops if what == "flops" else setup.gpu.memory_bandwidth
+        return total * 1e9 / (peak * busy_ns) if total and busy_ns and peak else None
+
+    def busy_ns(self, rows: Mask) -> int:
+        return exact_sum(self.duration[rows])
+
+    def mean_ns(self, rows: Mask) -> float:
+        return _mean(self.duration[rows])
+
+    def gain(self, factor: float, cost: CostModel | None = None) -> float:
+        """Requests per second with ``factor`` times as many sequences at once, over those now."""
+        load, now = self.blocked_load, self.setup.cost
+        return factor * load.time_ns(now) / load.time_ns(cost or now, factor)
+
+
+def _mean(values: npt.NDArray[np.int64]) -> float:
+    return exact_sum(values) / len(values) if len(values) else 0.0
+
+
+def what_if(setup: Setup, changes: Changes) -> Setup | None:
+    """The same run with other options; ``None`` where it cannot be run like that."""
+    names = {field.name for field in fields(Options)}
+    given = {
+        name: setting.value
+        for name, setting in setup.settings.items()
+        if name in names and setting.source == "given"
+    }
+    if setup.settings["kv_bytes"].source == "given":
+        given["kv_gb"] = f"{setup.settings['kv_bytes'].value / 2**20:.6f}MiB"
+    if "swap_space" in given:
+        given["swap_space"] = f"{given['swap_space'] / 2**20:.6f}MiB"
+    try:
+        return resolve(replace(Options(**given), **changes))
+    except ValueError:
+        return None
+
+
+def as_flags(changes: Changes) -> tuple[str, ...]:
+    """Options as flags of the command line."""
+    flags: list[str] = []
+    for name, value in changes.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return tuple(flags)
