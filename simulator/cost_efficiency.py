@@ -57,14 +57,12 @@ class Efficiencies:
                 raise ValueError(f"{item.name} is {value}, expected {expected}")
 
     def lines(self) -> list[str]:
-        """One line for each field: value, meaning, source."""
-        return [
-            f"{item.metadata['meaning']}: "
-            + (
-                f"{getattr(self, item.name) * 1e6:g} us"
-                if item.name.endswith("_s")
-                else f"{getattr(self, item.name):g}"
+        """A line for each source: the figures that come from it."""
+        by_source: dict[str, list[str]] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            figure = f"{value * 1e6:g} us" if item.name.endswith("_s") else f"{value:g}"
+            by_source.setdefault(item.metadata["source"], []).append(
+                f"{item.metadata['meaning']} {figure}"
             )
-            + f" ({item.metadata['source']})"
-            for item in fields(self)
-        ]
+        return [f"{source}: {'; '.join(figures)}" for source, figures in by_source.items()]

@@ -244,21 +244,22 @@ def _chart(steps: Columns, num_blocks: int) -> list[str]:
     start = int(steps["start_ns"][0])
     end = int(steps["start_ns"][-1] + steps["duration_ns"][-1])
     bins = TimeBins(steps, start, end, _CHART_COLUMNS)
-    rows = [
-        ("blocks used", bins.mean("blocks_used"), float(num_blocks)),
-        ("running", bins.mean("running"), None),
-        ("waiting", bins.mean("waiting"), None),
-    ]
     lines = []
-    for label, values, top in rows:
+    for label, column, top in (
+        ("blocks used", "blocks_used", num_blocks),
+        ("running", "running", None),
+        ("waiting", "waiting", None),
+    ):
+        values = bins.mean(column)
         highest = float(np.max(values))
         scale = top if top is not None else max(highest, 1.0)
         bars = "".join(_bar(value / scale) for value in values)
-        lines.append(f"  {label:<{_LABEL}}|{bars}| of {scale:,.4g}, highest {highest:,.4g}")
-    each = (end - start) / 1e9 / _CHART_COLUMNS
+        full = f"full bar {scale:,.0f}" if top is not None else "full bar the highest"
+        lines.append(f"  {label:<{_LABEL}}|{bars}| highest {highest:,.0f}, {full}")
+    each = format_seconds((end - start) / 1e9 / _CHART_COLUMNS)
+    left, right = f"{start / 1e9:,.0f} s", f"{end / 1e9:,.0f} s"
     lines.append(
-        f"  {'':<{_LABEL}} {start / 1e9:,.0f} s{'':{_CHART_COLUMNS - 14}}{end / 1e9:>9,.0f} s"
-        f"   (means of {format_seconds(each)})"
+        f"  {'':<{_LABEL}} {left}{right:>{_CHART_COLUMNS - len(left)}}  each bar the mean of {each}"
     )
     return lines
 

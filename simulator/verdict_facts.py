@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,17 +15,17 @@ from records.metrics import meets
 from records.slo import Metric
 from scheduler.features import StepFeatures
 from simulator.cost_step import CostModel, StepPrice
-from simulator.settings import Options, Setup, resolve
+from simulator.settings import Setup
 
 Part = Literal["queue", "first token", "tokens"]
 """Where a request's time goes: until it is scheduled, until its first token, after it."""
-Changes: TypeAlias = Mapping[str, Any]
-"""Options by name, as ``Options`` spells them."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
 
 QUEUED_STEPS = 2.0
 """A request queued if it waited longer than this many long (p99) steps: less is the step in
 progress, and one more that was full."""
+QUEUED_SHARE = 0.05
+"""From this share of requests on, queueing is what users feel."""
 LIMITS_MET = 0.99
 """Share of the requests that keep a limit from which on it counts as met."""
 
@@ -59,8 +58,8 @@ class Load(NamedTuple):
     def time_ns(self, cost: CostModel, factor: float = 1.0) -> float:
         """Mean duration of a step with ``factor`` times as many sequences.
 
-        Prompts come whole, now and then: their tokens are priced at the size of a prompt, not as the
-        few that a step has on average.
+        Prompts come whole, now and then: their tokens are priced at the size of a prompt, not as
+        the few that a step has on average.
         """
         decode = self.decode_step(cost, factor).duration_ns
         if not self.prefill:
@@ -131,7 +130,9 @@ class Facts:
         self.num_preempted = int(np.count_nonzero(self.was_preempted))
         self.longest_gap_preempted = int(requests["max_gap_ns"][self.was_preempted].max(initial=0))
         self.arrivals = np.sort(arrival[self.was_in])
-        self.completions = np.sort(requests["finish_ns"].filled(0)[status == "completed"])
+        is_over = ~never & ~np.ma.getmaskarray(requests["finish_ns"])
+        self.departures = np.sort(requests["finish_ns"].filled(0)[is_over])
+        """Of requests that were scheduled: also of those whose clients then gave up."""
         self.has_failed = is_refused | (status == "aborted")
         """Without a fault of its speed."""
         self.failures: list[str] = [
@@ -213,8 +214,10 @@ class Facts:
     def worst_part(self) -> Part:
         """The part of a request's time that the limits suffer from most, or that queueing is."""
         metric = self.suffers[0] if self.suffers else None
+        if metric == "ttft" and self.cannot_prefill_in_time:
+            return "first token"
         if metric is None:
-            return "queue" if self.queued_share >= 0.05 else "tokens"
+            return "queue" if self.queued_share >= QUEUED_SHARE else "tokens"
         if metric in ("tpot", "itl"):
             return "tokens"
         limit = self.limit_ns[metric]
@@ -226,6 +229,19 @@ class Facts:
             "tokens": exact_sum((self.e2e - self.ttft)[slow]) if metric == "e2e" else 0,
         }
         return max(parts, key=lambda part: parts[part])
+
+    @property
+    def cannot_decode_in_time(self) -> bool:
+        """Whether a limit on tokens is out of reach even for a sequence that is alone."""
+        limits = [self.limit_ns[m] for m in ("tpot", "itl") if m in self.suffers]
+        alone = Load(1, self.context, 0, self.prompt).decode_step(self.setup.cost)
+        return bool(limits) and alone.duration_ns > min(limits)
+
+    @property
+    def cannot_prefill_in_time(self) -> bool:
+        """Whether the limit on TTFT is out of reach even for a mean prompt that is alone."""
+        alone = Load(0, self.context, 0, self.prompt).prefill_step(self.setup.cost, self.prompt)
+        return "ttft" in self.suffers and alone.duration_ns > self.limit_ns["ttft"]
 
     def _take_load(self, requests: Columns) -> None:
         steps = self.steps
@@ -268,14 +284,18 @@ class Facts:
 
     @property
     def served(self) -> float | None:
-        """Requests completed per second while others waited: what the machine can do."""
+        """Requests that are done per second while others wait: what the machine can do.
+
+        Or over the whole run, if that is more: the first are done long after the first wait.
+        """
         pressed = np.flatnonzero(self.steps["waiting"] > 0)
-        if not len(pressed):
+        if not len(pressed) or not len(self.departures):
             return None
         low = int(self.start[pressed[0]])
         high = int(self.start[pressed[-1]] + self.duration[pressed[-1]])
-        done = np.count_nonzero((self.completions > low) & (self.completions <= high))
-        return 1e9 * int(done) / (high - low) if done else None
+        done = np.count_nonzero((self.departures > low) & (self.departures <= high))
+        overall = len(self.departures) / (int(self.departures[-1]) - self.first_arrival)
+        return 1e9 * max(int(done) / (high - low), overall)
 
     def use(self, rows: Mask, what: Literal["flops", "bytes"]) -> float | None:
         """Share of the peak in those steps; ``None`` where the cost model does not know."""
@@ -301,31 +321,12 @@ def _mean(values: npt.NDArray[np.int64]) -> float:
     return exact_sum(values) / len(values) if len(values) else 0.0
 
 
-def what_if(setup: Setup, changes: Changes) -> Setup | None:
-    """The same run with other options; ``None`` where it cannot be run like that."""
-    names = {field.name for field in fields(Options)}
-    given = {
-        name: setting.value
-        for name, setting in setup.settings.items()
-        if name in names and setting.source == "given"
-    }
-    if setup.settings["kv_bytes"].source == "given":
-        given["kv_gb"] = f"{setup.settings['kv_bytes'].value / 2**20:.6f}MiB"
-    if "swap_space" in given:
-        given["swap_space"] = f"{given['swap_space'] / 2**20:.6f}MiB"
-    try:
-        return resolve(replace(Options(**given), **changes))
-    except ValueError:
-        return None
+def ms(time_ns: float) -> str:
+    return f"{time_ns / 1e6:.3g} ms" if time_ns < 1e9 else f"{time_ns / 1e9:.3g} s"
 
 
-def as_flags(changes: Changes) -> tuple[str, ...]:
-    """Options as flags of the command line."""
-    flags: list[str] = []
-    for name, value in changes.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", str(value)]
-    return tuple(flags)
+def shares(facts: Facts, rows: Any) -> str:
+    compute, bandwidth = facts.use(rows, "flops"), facts.use(rows, "bytes")
+    if compute is None or bandwidth is None:
+        return "how much of the peaks they use is unknown to this cost model"
+    return f"at {compute:.0%} of the peak FLOP/s and {bandwidth:.0%} of the peak bandwidth"

@@ -20,6 +20,8 @@ from blockmanager import (
 from blockmanager.content import HashFunction, sha256
 from blockmanager.free_queue import FreeQueue
 from scheduler import Scheduler, SchedulerConfig
+from scheduler import Sequence as Scheduled
+from scheduler.policies import FCFS
 from tests.blocks.helpers import EXTRA_KEYS, Memory, kv_values, state_of
 from tests.scheduling.helpers import Engine, make_request, make_scheduler
 from tests.scheduling.helpers import tokens as text
@@ -488,3 +490,38 @@ def test_hit_on_a_block_that_its_writer_never_computes() -> None:
     engine.add("B", text("B", 6), 2, priority=2)
     engine.drain()
     assert set(engine.reasons) == {"R", "A", "B"}
+
+
+class LargestVictim(FCFS):
+    """A policy as a user may write it: who holds most goes first, urgent ones displace others."""
+
+    def victim(self, running: Sequence[Scheduled], requester: Scheduled) -> int:
+        return max(range(len(running)), key=lambda i: len(running[i].block_ids))
+
+    def displace(self, head: Scheduled, running: Sequence[Scheduled]) -> int | None:
+        index = max(range(len(running)), key=lambda i: (running[i].priority, i))
+        return index if running[index].priority > head.priority else None
+
+
+def test_swap_in_does_not_overwrite_what_is_still_to_be_copied() -> None:
+    """P copies block b, which C keeps; C is displaced in the same step and S is swapped into b."""
+    scheduler = make_scheduler(
+        5,
+        4,
+        policy=LargestVictim(),
+        num_swap_blocks=4,
+        preemption_mode="swap",
+        max_num_batched_tokens=18,
+        scheduler_reserve_full_isl=False,
+        enable_prefix_caching=False,
+    )
+    engine = Engine(scheduler)
+    engine.add("X", text("X", 4), 4, priority=6)
+    engine.add("S", text("S", 10), 4, priority=1)
+    engine.add("G", text("G", 6), 4, priority=5, n=2)
+    assert engine.step().granted == {"X": 4, "S": 10, "G#0": 4}
+    assert engine.step().preempted == ["S"]
+    step = engine.step()
+    assert (step.preempted, step.resumed, len(step.copies)) == (["X", "G#1"], ["S"], 1)
+    assert step.copies[0][0] in engine.sequences["S"].block_ids
+    engine.drain()

@@ -8,7 +8,8 @@ says, in the documented order, so that a block given away too early is read back
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -103,8 +104,10 @@ class MemoryBackend:
     VOCABULARY = 5
     """Few words, so that outputs of different sequences are often the same."""
 
+    swaps_in_before_copies = False
+    """The wrong order, for the test that shows it is wrong."""
+
     def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
         self._size = scheduler.blocks.block_size
         self._device: dict[int, int] = {}
         self._host: dict[int, int] = {}
@@ -140,13 +143,17 @@ class MemoryBackend:
 
     def execute(self, plan: StepPlan) -> list[list[int]]:
         """Do the step; the sampled ids, an empty list where a sequence does not sample."""
-        size, device, host = self._size, self._device, self._host
+        device, host = self._device, self._host
         for src, dst in plan.swapped_out:
             self._move(device, src, host, dst)
-        for src, dst in plan.swapped_in:
-            self._move(host, src, device, dst)
+        if self.swaps_in_before_copies:
+            for src, dst in plan.swapped_in:
+                self._move(host, src, device, dst)
         for src, dst in plan.copies:
             self._move(device, src, device, dst)
+        if not self.swaps_in_before_copies:
+            for src, dst in plan.swapped_in:
+                self._move(host, src, device, dst)
         befores = plan.computed_before.tolist()
         for sequence, slots, before in zip(plan.sequences, self._slots, befores, strict=True):
             digests = self._digests[sequence]
@@ -160,7 +167,7 @@ class MemoryBackend:
             assert got == want, (
                 f"{sequence.id} reads something else at positions "
                 f"{[i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b]} "
-                f"of {len(slots)} (block size {size})"
+                f"of {len(slots)} (block size {self._size})"
             )
             self.num_reads += len(slots)
             first = want[-1] % self.VOCABULARY
@@ -320,6 +327,14 @@ class Engine:
     def step(self) -> Step:
         return self.finish_plan(self.schedule())
 
+    def until(self, holds: Callable[[], bool], max_steps: int = 300) -> Step:
+        """Step until something holds; the last step taken. It must come about."""
+        for _ in range(max_steps):
+            step = self.step()
+            if holds():
+                return step
+        raise AssertionError(f"did not come about in {max_steps} steps")
+
     def _stops(self, plan: StepPlan) -> list[Stop]:
         return [
             Stop(position, sample)
@@ -332,7 +347,8 @@ class Engine:
     def drain(self, max_steps: int = 2000) -> Engine:
         """Step until nothing is left."""
         while self.scheduler.num_unfinished:
-            assert self.num_steps < max_steps, f"still {self.scheduler.num_unfinished} after {max_steps} steps"
+            left = self.scheduler.num_unfinished
+            assert self.num_steps < max_steps, f"still {left} after {max_steps} steps"
             self.step()
         self.scheduler.check()
         return self

@@ -133,8 +133,7 @@ def test_sc_05_swapped_out_holder_comes_back_before_the_head() -> None:
     engine = Engine(scheduler)
     engine.add("K", 16 * 16, 40)  # the older one: 16 blocks, 3 more in its 40 steps
     engine.add("L", 254 * 16, 40)
-    while not engine.preemptions:
-        engine.step()
+    engine.until(lambda: bool(engine.preemptions))
     assert engine.preemptions == ["L"]
     assert [s.id for s in scheduler.swapped] == ["L"]
     engine.add("H", 100 * 16, 1)  # fits: 270 - 19 - 100 would be left

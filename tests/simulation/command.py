@@ -63,9 +63,8 @@ def python(
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
         text=True,
-        timeout=120,
         check=False,
-        **({"capture_output": True} | options),
+        **({"capture_output": True, "timeout": 120} | options),
     )
 
 
@@ -97,6 +96,16 @@ def row_of(result: RunResult, request_id: str) -> dict[str, Any]:
     requests = result.record.requests
     index = requests["id"].index(request_id)
     return {name: column[index] for name, column in requests.items()}
+
+
+def one_line(text: str) -> str:
+    """A report with its line breaks undone, to look for phrases in."""
+    return " ".join(text.split())
+
+
+def headings(report: str) -> list[str]:
+    """Titles of a report's sections, behind its own."""
+    return [line for line in report.splitlines()[1:] if line and not line.startswith(" ")]
 
 
 def is_refused(ran: Ran, *words: str) -> None:

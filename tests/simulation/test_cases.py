@@ -17,14 +17,16 @@ from simulator.settings import Options
 from tests.simulation.command import (
     Ran,
     command,
+    headings,
     is_refused,
+    one_line,
     python,
     row,
     row_of,
     simulated,
     write_trace,
 )
-from tests.simulation.helpers import arrival, run
+from tests.simulation.helpers import NS, arrival, run
 
 MS = 1_000_000
 SECTIONS = (
@@ -39,15 +41,6 @@ SECTIONS = (
     "Assumed",
 )
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
-
-
-def one_line(text: str) -> str:
-    """A report with its line breaks undone, to look for phrases in."""
-    return " ".join(text.split())
-
-
-def sections_of(report: str) -> list[str]:
-    return [line for line in report.splitlines()[1:] if line and not line.startswith(" ")]
 
 
 # -- SC-01: a request that no pool of this size can ever hold ---------------------------------
@@ -80,7 +73,7 @@ def test_sc_01_a_run_of_refusals_prints_the_full_report(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "x.jsonl", [X])
     report = command("--trace", trace, *SC_01)
     assert (report.code, report.err) == (0, "")
-    assert sections_of(report.out) == [*SECTIONS[:-1], "Refused", "Assumed"]
+    assert headings(report.out) == [*SECTIONS[:-1], "Refused", "Assumed"]
     assert "0 completed, 1 refused" in report.out
 
     machine = command("--trace", trace, *SC_01, "--json")
@@ -132,6 +125,35 @@ def test_si_01_timeouts_are_counted_and_the_makespan_keeps_them(
     assert "beware" in report.out.split("Requests\n")[1].split("Latency\n")[0]
     # Says which of the two rates it is.
     assert "of completed requests over the makespan of 310 s" in one_line(report.out)
+
+
+def test_si_01_a_client_leaves_at_its_deadline_not_at_the_end_of_the_step(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "t.jsonl",
+        [
+            row(0, 16, 9, id="inside", deadline_s=0.055),
+            row(0.02, 16, 5, id="just", deadline_s=0.05),
+        ],
+    )
+    result = simulated(trace)
+    inside, just = row_of(result, "inside"), row_of(result, "just")
+    assert (inside["status"], inside["finish_ns"]) == ("timed_out", 55 * MS)
+    assert inside["output_tokens"] == 5  # the step that ends at 60 ms brings it nothing
+    assert identity_errors(result.record.requests, result.record.gaps) == []
+    # A finish at the deadline itself is in time.
+    assert (just["status"], just["finish_ns"]) == ("completed", 70 * MS)
+
+
+def test_si_01_the_deadline_of_the_flag_counts_from_each_arrival(tmp_path: Path) -> None:
+    trace = write_trace(
+        tmp_path / "t.jsonl",
+        [row(0, 16, 3), row(1000, 16, 3), row(1000, 16, 900, deadline_s=8), row(2000, 16, 900)],
+    )
+    requests = simulated(trace, deadline=5.0).record.requests
+    finish = dict(zip(requests["arrival_ns"].tolist(), requests["finish_ns"].tolist(), strict=True))
+    assert sorted(requests["status"]) == ["completed", "completed", "timed_out", "timed_out"]
+    # The row's own deadline comes before the flag's.
+    assert finish == {0: 30 * MS, 1000 * NS: 1008 * NS, 2000 * NS: 2005 * NS}
 
 
 def test_si_01_without_deadlines_all_ten_complete(tmp_path: Path) -> None:
