@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -232,7 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(as_dict(ledger), indent=2) if args.json else render(ledger))
+    try:
+        print(json.dumps(as_dict(ledger), indent=2) if args.json else render(ledger), flush=True)
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if ledger.holds else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
 from blockmanager.content import NO_EXTRA_KEYS, Content, ExtraKeys, HashFunction, KeyChain, sha256
@@ -254,6 +255,9 @@ class BlockManager:
         """
         assert self.host_pool is not None, "there is no host memory"
         assert table.host_blocks, "the table is not swapped out"
+        assert self.blocks_for(num_tokens) >= len(table.host_blocks), (
+            f"{num_tokens} tokens are fewer than host memory holds of the table"
+        )
         if not self.fits(num_tokens, [], use_watermark=use_watermark):
             return None
         blocks = self.pool.allocate(self.blocks_for(num_tokens))
@@ -279,11 +283,10 @@ class BlockManager:
             assert table.num_registered <= len(table.blocks), (
                 f"{table.num_registered} blocks registered of {len(table.blocks)} held"
             )
-            if table.keys is None:
-                continue
-            for block, key in zip(table.blocks, table.keys.keys, strict=False):
+            keys = [] if table.keys is None else table.keys.keys
+            for block, key in zip_longest(table.blocks, keys[: len(table)]):
                 found = self.pool.cache.key_of(block)
                 assert found is None or found == key, (
                     f"block {block} is registered under {found.hex()[:12]}, "
-                    f"its table says {key.hex()[:12]}"
+                    f"its table says {key.hex()[:12] if key else 'unknown'}"
                 )

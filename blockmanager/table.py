@@ -18,7 +18,7 @@ class BlockCopy(NamedTuple):
 
 
 class BlockTransfer(NamedTuple):
-    """A copy between GPU and host memory, made before the step's copies and writes."""
+    """A copy between GPU and host memory: out before the step's copies, in after them."""
 
     src: int
     dst: int

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from scheduler.replay import ScenarioError, load_scenario, replay
 
 
+class _Parser(argparse.ArgumentParser):
+    """Errors in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m scheduler", description="The scheduler's decisions, step by step."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -47,8 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(json.dumps(entry, separators=(",", ":")))
         if args.explain:
             print("\n".join(sentences) or "nothing was refused or preempted")
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -60,8 +60,9 @@ class Preemption(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step. A backend does, in this order: swap-outs, swap-ins, copies, then the forward pass
-    (each layer writes the KV of all granted tokens before its attention reads).
+    """One step. A backend does, in this order: swap-outs, copies, swap-ins, each in the order of its
+    list, then the forward pass (each layer writes the KV of all granted tokens before its attention
+    reads). A block may be the source of a copy and the target of a swap-in, hence that order.
 
     Arrays have one entry a scheduled sequence, in the order of the grants; sequences that ran
     before the step come first.

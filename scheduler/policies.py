@@ -43,6 +43,7 @@ class FCFS:
     victim (vLLM's ``fcfs``)."""
 
     name = "fcfs"
+    about = "first come, first served; the last admitted is preempted first"
 
     def queue_key(self, sequence: Sequence) -> tuple[Any, ...]:
         if sequence.last_preemption is not None:
@@ -64,6 +65,7 @@ class FewestLost(FCFS):
     the least work is thrown away."""
 
     name = "fcfs-fewest-lost"
+    about = "first come, first served; the one with the least computed is preempted first"
 
     def victim(self, running: Seq[Sequence], requester: Sequence) -> int:
         return min(range(len(running)), key=lambda i: (running[i].num_computed_tokens, -i))
@@ -74,6 +76,7 @@ class Priority(FCFS):
     running sequence, the latest arrived of those. Urgent ones wait while every slot is taken."""
 
     name = "priority"
+    about = "most urgent first; urgent requests preempt for blocks but wait while every sequence slot is taken"
 
     def queue_key(self, sequence: Sequence) -> tuple[Any, ...]:
         return (sequence.priority, sequence.arrival_ns, sequence.id)
@@ -87,6 +90,7 @@ class PreemptivePriority(Priority):
     running sequence when a slot or blocks are missing. vLLM does not do this."""
 
     name = "priority-preemptive"
+    about = "most urgent first; urgent requests take the slots and blocks of less urgent ones"
 
     def displace(self, head: Sequence, running: Seq[Sequence]) -> int | None:
         index = self.victim(running, head)
@@ -111,7 +115,7 @@ def load_policy(name: str) -> Policy:
         raise ValueError(f"unknown policy {name!r}: expected {known}, or module:Class for your own")
     try:
         policy: Policy = getattr(importlib.import_module(module_name), class_name)()
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"policy {name!r} cannot be loaded: {error}") from error
     for method in ("queue_key", "victim", "admit", "displace"):
         if not callable(getattr(policy, method, None)):

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from blockmanager.content import NO_EXTRA_KEYS, Content, ExtraKeys
 
+MAX_N = 16_384
+"""Most outputs of one request; a larger number in a trace is a fault of the trace."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
@@ -41,8 +44,8 @@ class Request:
             raise ValueError(
                 f"request {self.id}: max_tokens is {self.max_tokens}, must be at least 1"
             )
-        if self.n < 1:
-            raise ValueError(f"request {self.id}: n is {self.n}, must be at least 1")
+        if not 1 <= self.n <= MAX_N:
+            raise ValueError(f"request {self.id}: n is {self.n}, must be from 1 to {MAX_N}")
         if self.arrival_ns < 0:
             raise ValueError(
                 f"request {self.id}: arrival_ns is {self.arrival_ns}, must not be negative"

@@ -162,7 +162,7 @@ class Scheduler:
                 f"its prompt has {prompt} tokens, max_model_len {config.max_model_len} leaves room for "
                 f"at most {config.max_model_len - 1}"
             )
-        if self.config.parallel_sampling == "fork" and request.n > config.max_num_seqs:
+        if config.parallel_sampling == "fork" and request.n > config.max_num_seqs:
             return f"it samples n = {request.n} outputs, max_num_seqs is {config.max_num_seqs}"
         output_tokens = 1
         if request.max_tokens is not None:
@@ -431,7 +431,9 @@ class Scheduler:
                 return
             while (short_of := self._try_admit(sequence, step)) is not None:
                 index = None
-                if short_of != "budget" and self.running:
+                # Whoever was let in by this step may have hit blocks that a victim would now never
+                # compute: from the first admission on nobody is displaced before the next step.
+                if short_of != "budget" and self.running and not step.admitted:
                     index = self.policy.displace(sequence, self.running)
                 if index is None:
                     step.blocked_by = short_of

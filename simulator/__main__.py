@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import argparse
-import json
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from records.run import RecordError, RunRecord, check_writable
+from records.run import RunRecord, check_writable, to_json
 from simulator.compare import compare, compare_json
 from simulator.report import render
 from simulator.run import RunResult, package_version, run
 from simulator.settings import Options, Setup, resolve
-from traces import Trace, TraceError, default_trace_path, read_trace
+from traces import Trace, default_trace_path, read_trace
 
 SHIPPED = "chat.jsonl"
 
 
+class UsageError(Exception):
+    """Input that cannot be run, in one line."""
+
+
+@contextmanager
+def _user_input() -> Iterator[None]:
+    """A ``ValueError`` about what the user gave; outside of this it is a bug of ours."""
+    try:
+        yield
+    except OverflowError as error:
+        raise UsageError("a time or a size in these flags or this trace passes 64 bits") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 class _Parser(argparse.ArgumentParser):
-    """Errors in one line."""
+    """Errors in one line, and no flag by its beginning: tomorrow that may be another's."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
@@ -31,14 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ran, 1 a limit does not hold, 2 cannot run)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _compare if arguments[:1] == ["compare"] else _run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without block characters gets "?"
+        sys.stdout.reconfigure(errors="replace")
     try:
-        return command(arguments[1:] if command is _compare else arguments)
-    except (TraceError, RecordError, ValueError) as error:
+        if arguments and command is _run and not arguments[0].startswith("-"):
+            raise UsageError(f"unknown command {arguments[0]!r}, expected compare or flags")
+        code = command(arguments[1:] if command is _compare else arguments)
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(
+            f"error: standard output cannot be written: {error.strerror or error}", file=sys.stderr
+        )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
 
 
 def _run_parser() -> argparse.ArgumentParser:
@@ -178,39 +213,79 @@ def _run_parser() -> argparse.ArgumentParser:
 def _run(argv: list[str]) -> int:
     parser = _run_parser()
     args = parser.parse_args(argv)
-    options = Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-    if args.out is not None:
-        check_writable(args.out)  # before the work, not after it
-    setup = resolve(options)
-    path, origin = _trace_path(args.trace)
-    trace = read_trace(path, args.format, args.strict)
+    with _user_input():
+        if args.no_steps and args.out is None:
+            raise ValueError("--no-steps has no effect without --out")
+        if args.out is not None:
+            check_writable(args.out)  # before the work, not after it
+        setup = resolve(_options(args))
+        path, origin = _trace_path(args.trace)
+        trace = read_trace(path, args.format, args.strict)
+        if args.warm_start and not trace.has_identity:
+            raise ValueError(
+                f"--warm-start has no effect: {path} does not say which prefixes are equal"
+            )
+        if args.strict:
+            _check_servable(setup, trace)
     result = _with_progress(setup, trace)
     if args.out is not None:
-        _write(result.record, args.out, setup, steps=not args.no_steps)
-    changed = None
-    if args.try_change and result.verdict.flags:
-        changed_options = parser.parse_args([*argv, *result.verdict.flags])
-        changed_setup = resolve(
-            Options(
-                **{field.name: getattr(changed_options, field.name) for field in fields(Options)}
-            )
-        )
-        changed = _with_progress(changed_setup, trace)
-    names = ("as asked", " ".join(result.verdict.flags))
+        with _user_input():
+            _write(result.record, args.out, setup, steps=not args.no_steps)
+    tried = _try_change(parser, argv, trace, result) if args.try_change else None
     if args.json:
-        document = {"settings": result.record.settings, "summary": result.record.summary}
-        if changed is not None:
-            document["change_tried"] = compare_json(result.record, changed.record, names)
-        print(json.dumps(document, indent=2))
+        document: dict[str, Any] = {
+            "settings": result.record.settings,
+            "summary": result.record.summary,
+        }
+        if tried is not None:
+            document["change_tried"] = tried.as_json
+        print(to_json(document), end="")
     else:
         print(render(result.record, result.verdict, setup, trace, origin))
-        if changed is not None:
-            print(f"\nTried: {names[1]}\n\n{compare(result.record, changed.record, names)}")
-        elif args.try_change:
-            print("\nTried: nothing; the change that would help is not one of flags")
+        if tried is not None:
+            print(f"\nTried: {tried.text}")
         if args.out is not None:
             print(f"\nWritten: {args.out} (run record and pictures)")
     return 0 if _limits_hold(result.record) else 1
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
+
+
+def _check_servable(setup: Setup, trace: Trace) -> None:
+    """Under --strict a request that would be refused is an error."""
+    scheduler = setup.scheduler()
+    for request, _ in trace.arrivals:
+        reason = scheduler.refusal(request)
+        if reason is not None:
+            raise ValueError(f"{trace.path}: request {request.id} would be refused: {reason}")
+
+
+class _Tried(NamedTuple):
+    text: str
+    as_json: dict[str, Any] | None
+
+
+def _try_change(
+    parser: argparse.ArgumentParser, argv: list[str], trace: Trace, result: RunResult
+) -> _Tried:
+    """Run the change that the verdict names, and compare."""
+    flags = result.verdict.flags
+    if not flags:
+        return _Tried(
+            "nothing; what would help is not a matter of flags, or nothing is needed", None
+        )
+    try:
+        setup = resolve(_options(parser.parse_args([*argv, *flags])))
+    except ValueError as error:
+        return _Tried(f"{' '.join(flags)}, which cannot be run: {error}", None)
+    changed = _with_progress(setup, trace)
+    names = ("as asked", " ".join(flags))
+    return _Tried(
+        f"{names[1]}\n\n{compare(result.record, changed.record, names)}",
+        compare_json(result.record, changed.record, names),
+    )
 
 
 def _limits_hold(record: RunRecord) -> bool:
@@ -265,10 +340,11 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument("b", type=Path, metavar="RUN_B")
     parser.add_argument("--json", action="store_true", help="for machines")
     args = parser.parse_args(argv)
-    a, b = RunRecord.read(args.a), RunRecord.read(args.b)
+    with _user_input():
+        a, b = RunRecord.read(args.a), RunRecord.read(args.b)
     names = (args.a.name, args.b.name) if args.a.name != args.b.name else (str(args.a), str(args.b))
     if args.json:
-        print(json.dumps(compare_json(a, b, names), indent=2))
+        print(to_json(compare_json(a, b, names)), end="")
     else:
         print(compare(a, b, names))
     return 0

@@ -172,4 +172,10 @@ def _seconds(text: str, flag: str) -> Decimal:
             f"cost model {flag!r}: {text!r} is not a time, expected one like 20ms, 50us or 0.02"
         )
     number, unit = match.groups()
-    return Decimal(number).scaleb(_UNITS[(unit or "").lower()])
+    try:
+        time = Decimal(number).scaleb(_UNITS[(unit or "").lower()])
+    except ArithmeticError:  # an exponent of more than eighteen digits
+        time = Decimal("Infinity")
+    if time > 10**6:
+        raise ValueError(f"cost model {flag!r}: {text!r} is longer than 10^6 s")
+    return time

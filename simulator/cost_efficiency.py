@@ -56,10 +56,15 @@ class Efficiencies:
                 expected = "a share above 0, at most 1" if is_share else "seconds, 0 or more"
                 raise ValueError(f"{item.name} is {value}, expected {expected}")
 
-    def lines(self) -> list[str]:
-        """A line for each source: the figures that come from it."""
+    def lines(self, *, link: bool = True) -> list[str]:
+        """A line for each source: the figures that come from it.
+
+        ``link``: those of the link between GPUs too.
+        """
         by_source: dict[str, list[str]] = {}
         for item in fields(self):
+            if not link and item.name in ("link_bandwidth", "all_reduce_overhead_s"):
+                continue
             value = getattr(self, item.name)
             figure = f"{value * 1e6:g} us" if item.name.endswith("_s") else f"{value:g}"
             by_source.setdefault(item.metadata["source"], []).append(

@@ -315,7 +315,7 @@ class PhysicalCost(TermModel):
                 "embedding, LM head, router and attention's arithmetic stay at 16 bits; scales of "
                 "quantised weights are not counted"
             )
-        lines += self.efficiencies.lines()
+        lines += self.efficiencies.lines(link=self.tp > 1)
         if self.shape.num_experts:
             lines.append(
                 "tokens choose experts evenly and independently; experts are split over the GPUs "

@@ -147,6 +147,8 @@ class Replica:
             price = self._cost.price(plan.features())
             assert price.duration_ns > 0, f"the cost model says {price.duration_ns} ns for a step"
             if self._until_ns is not None and start_ns + price.duration_ns > self._until_ns:
+                yield Moment(env, self._until_ns - start_ns, _STEP_START)
+                self._expire(self._until_ns)
                 return
             yield Moment(env, price.duration_ns, _STEP_END)
             # A deadline that fell inside the step was missed, whatever the step brought.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from records.columns import Columns
 from records.run import RunRecord
+from scheduler.policies import load_policy
 from simulator.pictures import TimeBins
 from simulator.run import package_version
 from simulator.settings import Setup
@@ -29,22 +31,23 @@ def format_seconds(value: float | None) -> str:
         return "-"
     if value == 0:
         return "0 s"
-    if value < 1e-3:
+    if value < 999.5e-6:  # what rounds to 1000 us is 1 ms
         return f"{value * 1e6:.3g} us"
-    if value < 1:
+    if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
-    return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
+    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
 
 
 def format_share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    # Rounded down: 99.97 % of the requests are not all of them.
+    return "-" if value is None else f"{math.floor(value * 1000 + 1e-9) / 10:.1f}%"
 
 
 def _line(label: str, text: str) -> list[str]:
     return textwrap.wrap(
         text,
         WIDTH,
-        initial_indent=f"  {label:<{_LABEL}}",
+        initial_indent=f"  {label:<{_LABEL}}" if len(label) < _LABEL else f"  {label} ",
         subsequent_indent=" " * (_LABEL + 2),
         break_on_hyphens=False,
     ) or [f"  {label}"]
@@ -54,7 +57,7 @@ def render(record: RunRecord, verdict: Verdict, setup: Setup, trace: Trace, orig
     """The whole report. ``origin`` says where the trace came from if that was not the flag."""
     summary = record.summary
     sections = [
-        [f"kvplan {package_version()}: simulated run"],
+        [f"kvplan {package_version()}: simulated run".replace(" unknown", "")],
         _verdict(verdict),
         _what_was_run(setup, trace, origin),
         _outcome(record),
@@ -63,6 +66,7 @@ def render(record: RunRecord, verdict: Verdict, setup: Setup, trace: Trace, orig
         _kv(record, trace),
         _work(summary),
         _preemptions(record.requests),
+        _cut_short(record.requests, trace),
         _refusals(record.requests),
         _assumed(setup),
     ]
@@ -90,14 +94,15 @@ def _what_was_run(setup: Setup, trace: Trace, origin: str) -> list[str]:
 
     arrivals = trace.arrivals
     span = (arrivals[-1].request.arrival_ns - arrivals[0].request.arrival_ns) / 1e9
-    rate = f", {len(arrivals) / span:.3g} requests/s" if span else ", all at once"
+    rate = f", {_number(len(arrivals) / span)} requests/s" if span else ", all at once"
     tp = settings["tensor_parallel_size"].value
     kv_bytes = setup.num_blocks * layout.bytes_per_block
     config = setup.config
     lines = ["Run"]
     lines += _line(
         "trace",
-        f"{trace.path.name} ({trace.format}): {len(arrivals):,} requests over {span:,.0f} s{rate}",
+        f"{trace.path.name} ({trace.format}): {len(arrivals):,} requests over {format_seconds(span)}"
+        f"{rate}",
     )
     if origin:
         lines += _line("", origin)
@@ -116,11 +121,12 @@ def _what_was_run(setup: Setup, trace: Trace, origin: str) -> list[str]:
         f"{setup.num_blocks:,} blocks of {layout.block_size} tokens{mark('block_size')} = "
         f"{setup.num_blocks * layout.block_size:,} tokens; {layout.bytes_per_token:,} bytes a token in "
         f"{settings['kv_cache_dtype'].value}{mark('kv_cache_dtype')} (vLLM counts "
-        f"{setup.num_blocks + 1:,} blocks, its null block included)",
+        f"{setup.num_blocks + 1:,} blocks, its null block included); blocks are taken on demand, as a "
+        "sequence grows, and not reserved for its longest output",
     )
     lines += _line(
         "scheduler",
-        f"{setup.policy_name}{mark('scheduling_policy')}, max_num_seqs {config.max_num_seqs}"
+        f"{setup.policy_name}{mark('scheduling_policy')}{_about(setup)}, max_num_seqs {config.max_num_seqs}"
         f"{mark('max_num_seqs')}, max_num_batched_tokens {config.max_num_batched_tokens:,}"
         f"{mark('max_num_batched_tokens')}, max_model_len {config.max_model_len:,}"
         f"{mark('max_model_len')}, chunked prefill {_on(config.enable_chunked_prefill)}, prefix caching "
@@ -134,6 +140,11 @@ def _what_was_run(setup: Setup, trace: Trace, origin: str) -> list[str]:
     for note in trace.notes:
         lines += _line("note", note)
     return lines
+
+
+def _about(setup: Setup) -> str:
+    about = getattr(load_policy(setup.policy_name), "about", "")
+    return f" ({about})" if about else ""
 
 
 def _on(flag: bool) -> str:
@@ -158,7 +169,7 @@ def _outcome(record: RunRecord) -> list[str]:
     if rate["requests_per_s"] is not None:
         lines += _line(
             "throughput",
-            f"{rate['requests_per_s']:.3g} requests/s, {rate['input_tokens_per_s']:,.0f} input and "
+            f"{_number(rate['requests_per_s'])} requests/s, {rate['input_tokens_per_s']:,.0f} input and "
             f"{rate['output_tokens_per_s']:,.0f} output tokens/s, of completed requests over the makespan "
             f"of {format_seconds(summary['makespan_s'])}",
         )
@@ -217,7 +228,7 @@ def _goodput(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+    return "-" if value is None else f"{value:,.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _kv(record: RunRecord, trace: Trace) -> list[str]:
@@ -231,7 +242,8 @@ def _kv(record: RunRecord, trace: Trace) -> list[str]:
     lines += _line(
         "use",
         f"peak {format_share(kv['peak_usage'])}, mean {format_share(kv['mean_usage'])} of "
-        f"{kv['num_blocks']:,} blocks; {hit}; {kv['evictions']:,} cached blocks evicted",
+        f"{kv['num_blocks']:,} blocks held by requests; {hit}; {kv['evictions']:,} evictions of cached "
+        "blocks (free blocks keep their prefixes until they are needed again)",
     )
     steps = record.steps
     if steps is not None and len(steps["start_ns"]):
@@ -251,11 +263,10 @@ def _chart(steps: Columns, num_blocks: int) -> list[str]:
         ("waiting", "waiting", None),
     ):
         values = bins.mean(column)
-        highest = float(np.max(values))
-        scale = top if top is not None else max(highest, 1.0)
+        scale = top if top is not None else max(float(np.max(values)), 1.0)
         bars = "".join(_bar(value / scale) for value in values)
-        full = f"full bar {scale:,.0f}" if top is not None else "full bar the highest"
-        lines.append(f"  {label:<{_LABEL}}|{bars}| highest {highest:,.0f}, {full}")
+        peak = int(steps[column].max())
+        lines.append(f"  {label:<{_LABEL}}|{bars}| full bar {scale:,.0f}, peak {peak:,}")
     each = format_seconds((end - start) / 1e9 / _CHART_COLUMNS)
     left, right = f"{start / 1e9:,.0f} s", f"{end / 1e9:,.0f} s"
     lines.append(
@@ -302,7 +313,8 @@ def _preemptions(requests: Columns) -> list[str]:
         "Preemptions",
         *_line(
             "",
-            f"{total:,} of {len(victims):,} requests; {int(requests['recomputed_tokens'].sum()):,} tokens "
+            f"{total:,} preemption{'s' if total > 1 else ''} of {len(victims):,} "
+            f"request{'s' if len(victims) > 1 else ''}; {int(requests['recomputed_tokens'].sum()):,} tokens "
             f"computed again, {int(requests['refound_tokens'].sum()):,} found again in the prefix cache",
         ),
     ]
@@ -314,6 +326,35 @@ def _preemptions(requests: Columns) -> list[str]:
             f"{format_seconds(float(requests['max_gap_ns'][index]) / 1e9)}",
         )
     return lines
+
+
+def _cut_short(requests: Columns, trace: Trace) -> list[str]:
+    """Outputs that ended before their true length: the run did less than the trace asks for."""
+    wanted = {request.id: output_tokens * request.n for request, output_tokens in trace.arrivals}
+    rows = list(
+        zip(requests["id"], requests["finish_reason"], requests["output_tokens"], strict=True)
+    )
+    lines = []
+    cut = [(name, int(got)) for name, why, got in rows if why == "length" and got < wanted[name]]
+    if cut:
+        lost = sum(wanted[name] - got for name, got in cut)
+        lines += _line(
+            "",
+            f"{_requests(len(cut))} cut at max_tokens or max_model_len, {lost:,} output tokens less than "
+            f"the trace has (first: {cut[0][0]})",
+        )
+    full = [(name, int(got)) for name, why, got in rows if why == "kv_exhausted"]
+    if full:
+        lines += _line(
+            "",
+            f"{_requests(len(full))} filled the whole pool and ended there, counted as aborted "
+            f"(kv_exhausted; first: {full[0][0]} after {full[0][1]:,} output tokens)",
+        )
+    return ["Cut short", *lines] if lines else []
+
+
+def _requests(count: int) -> str:
+    return "1 request was" if count == 1 else f"{count:,} requests were"
 
 
 def _times(count: int) -> str:

@@ -89,7 +89,10 @@ def warm_up(scheduler: Scheduler, arrivals: Sequence[Arrival]) -> None:
         except RequestRefusedError:
             continue  # it will be refused in the run too, and counted there
         while scheduler.num_unfinished:
-            scheduler.update(scheduler.schedule(), StepResult(0))
+            plan = scheduler.schedule()
+            scheduler.update(plan, StepResult(0))
+            if not plan and not plan.preempted:  # a policy that lets nobody in
+                scheduler.abort(request.id)
 
 
 def _with_defaults(arrivals: list[Arrival], setup: Setup) -> list[Arrival]:

@@ -27,6 +27,9 @@ DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 DEFAULT_BLOCK_SIZE = 16
 GIB = 2**30
+MAX_INT = 2**31 - 1
+"""Of a count in a flag; more is a slip of the finger."""
+MAX_BYTES = 2**60
 
 
 class Setting(NamedTuple):
@@ -112,6 +115,9 @@ class _Resolver:
     def take(self, name: str, default: Any, note: str = "", source: Source = "assumed") -> Any:
         """The option as given, or its default."""
         given = getattr(self.options, name)
+        if isinstance(given, int) and abs(given) > MAX_INT:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {given}, expected at most {MAX_INT}")
         if given is not None:
             self.note(name, given, "given")
             return given
@@ -221,18 +227,23 @@ def _num_blocks(
     given = [flag for flag in ("kv_gb", "num_gpu_blocks") if getattr(options, flag) is not None]
     if len(given) > 1:
         raise ValueError("--kv-gb and --num-gpu-blocks are both given, expected one of them")
+    if given and options.gpu_memory_utilization is not None:
+        raise ValueError(
+            f"--gpu-memory-utilization has no effect beside --{given[0].replace('_', '-')}, which says "
+            "how much memory there is"
+        )
     if options.num_gpu_blocks is not None:
-        if options.num_gpu_blocks < 2:
+        if not 2 <= options.num_gpu_blocks <= MAX_INT:
             raise ValueError(
-                f"--num-gpu-blocks is {options.num_gpu_blocks}, expected at least 2: vLLM's count "
-                "includes a null block that is never handed out"
+                f"--num-gpu-blocks is {options.num_gpu_blocks}, expected from 2 to {MAX_INT}: vLLM's "
+                "count includes a null block that is never handed out"
             )
         num_blocks = options.num_gpu_blocks - 1
         r.note("num_gpu_blocks", options.num_gpu_blocks, "given", "with vLLM's null block")
         r.note("kv_bytes", num_blocks * layout.bytes_per_block, "derived", "the blocks' size")
     else:
         if options.kv_gb is not None:
-            budget = parse_bytes(options.kv_gb)
+            budget = _size("--kv-gb", options.kv_gb)
             r.note("kv_bytes", budget, "given", "a GPU, usable blocks")
         else:
             budget = _budget_left(r, shape, gpu, weight_dtype, tp, config)
@@ -262,6 +273,16 @@ def _num_blocks(
             f"max_model_len {config.max_model_len:,}; vLLM would not start with this"
         )
     return num_blocks
+
+
+def _size(flag: str, text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+    if size > MAX_BYTES:
+        raise ValueError(f"{flag} is {text}, expected at most 2^60 bytes (1 EiB)")
+    return size
 
 
 def _budget_left(
@@ -316,7 +337,8 @@ def _check_room(
         shape, tp, config.max_num_batched_tokens, config.max_num_seqs
     ).peak
     need = kv + weights + activations
-    if need > gpu.memory_bytes * DEFAULT_UTILIZATION:
+    share = r.options.gpu_memory_utilization or DEFAULT_UTILIZATION
+    if need > gpu.memory_bytes * share:
         r.warnings.append(
             f"memory: {kv / GIB:.1f} GiB of KV, {weights / GIB:.1f} of weights and about "
             f"{activations / GIB:.1f} of activations are {need / GIB:.1f} GiB of {gpu.name}'s "
@@ -336,7 +358,7 @@ def _swap_blocks(r: _Resolver, layout: KVLayout, config: SchedulerConfig) -> int
         return 0
     if config.preemption_mode != "swap":
         raise ValueError("--swap-space has no effect without --preemption-mode swap")
-    blocks = parse_bytes(r.options.swap_space) // layout.bytes_per_block
+    blocks = _size("--swap-space", r.options.swap_space) // layout.bytes_per_block
     if blocks < 1:
         raise ValueError(
             f"--swap-space {r.options.swap_space} holds not one block of "
@@ -355,6 +377,13 @@ def _driver_settings(r: _Resolver) -> None:
         raise ValueError(f"--deadline is {options.deadline:g} s, expected more than 0")
     if options.warm_start is not None and options.warm_start < 0:
         raise ValueError(f"--warm-start is {options.warm_start}, expected 0 or more requests")
+    if options.warm_start and options.enable_prefix_caching is False:
+        raise ValueError("--warm-start has no effect with --no-enable-prefix-caching")
+    for name in ("deadline", "until"):
+        if (getattr(options, name) or 0) > 9e9:
+            raise ValueError(
+                f"--{name} is {getattr(options, name):g} s, expected at most 9e9 (285 years)"
+            )
     if options.until is not None and not options.until > 0:
         raise ValueError(f"--until is {options.until:g} s, expected more than 0")
     r.take("max_tokens", None, "rows that do not say may grow to max_model_len")

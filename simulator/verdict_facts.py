@@ -321,8 +321,18 @@ def _mean(values: npt.NDArray[np.int64]) -> float:
     return exact_sum(values) / len(values) if len(values) else 0.0
 
 
+def number(value: float) -> str:
+    """Three digits, never in scientific notation: ``0.0297``, ``3.44``, ``12,031``."""
+    if value <= 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(value)))
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if digits else text
+
+
 def ms(time_ns: float) -> str:
-    return f"{time_ns / 1e6:.3g} ms" if time_ns < 1e9 else f"{time_ns / 1e9:.3g} s"
+    """A time in ms, from a second on in s."""
+    return f"{number(time_ns / 1e6)} ms" if time_ns < 1e9 else f"{number(time_ns / 1e9)} s"
 
 
 def shares(facts: Facts, rows: Any) -> str:

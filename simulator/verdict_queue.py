@@ -22,7 +22,7 @@ from simulator.verdict_changes import (
     more_gpus,
     what_if,
 )
-from simulator.verdict_facts import Facts, ms, shares
+from simulator.verdict_facts import Facts, ms, number, shares
 
 PRESSED = 0.7
 """Somebody waited in less than this share of the arrival time: what queued came in bursts."""
@@ -53,7 +53,7 @@ def _rates(facts: Facts, state: State) -> list[str]:
     offered, served = facts.offered, facts.served
     if state != "overloaded" or offered is None or served is None:
         return []
-    return [f"{offered:.3g} requests/s arrive, {served:.3g} are served while others wait"]
+    return [f"{number(offered)} requests/s arrive, {number(served)} are served while others wait"]
 
 
 def _need(facts: Facts, state: State) -> float:
@@ -97,11 +97,11 @@ def _sequence_limit(facts: Facts, state: State) -> Reason:
         return _saturated(facts, state, [*evidence, _no_use(facts)])
     more = target / limit
     evidence.append(
-        f"{peak / setup.num_blocks:.0%} of the blocks in use then; a step of {more:.3g} x the "
-        f"sequences would last {_ratio(facts, more):.3g} x as long"
+        f"{peak / setup.num_blocks:.0%} of the blocks in use then; a step of {number(more)} x the "
+        f"sequences would last {number(_ratio(facts, more))} x as long"
     )
     if state == "overloaded":
-        change = f"a higher --max-num-seqs: {target:,} at once serve about {gain:.2g} x as much"
+        change = f"a higher --max-num-seqs: {target:,} at once serve about {number(gain)} x as much"
     else:
         change = (
             f"a higher --max-num-seqs: {facts.demand:,} sequences were there at the 95th percentile"
@@ -126,8 +126,8 @@ def _ratio(facts: Facts, factor: float) -> float:
 
 def _no_use(facts: Facts) -> str:
     return (
-        f"twice as many sequences at once would serve only {facts.gain(2):.3g} x as much: their "
-        f"steps last {_ratio(facts, 2):.3g} x as long"
+        f"twice as many sequences at once would serve only {number(facts.gain(2))} x as much: their "
+        f"steps last {number(_ratio(facts, 2))} x as long"
     )
 
 
@@ -191,7 +191,7 @@ def _kv_capacity(
         changes["max_num_seqs"] = min(max_num_seqs, int(setup.config.max_num_seqs * grown))
         change = f"a higher --max-num-seqs together with {change}"
     if state == "overloaded":
-        change += f", serves about {worth:.2g} x as much"
+        change += f", serves about {number(worth)} x as much"
     elif worth >= need:
         change += f", room for the {facts.demand:,} sequences there at the 95th percentile"
     replicas = _still_needed(facts, state, worth)
@@ -214,13 +214,13 @@ def _token_budget(facts: Facts, state: State) -> Reason:
         if found is not None and found[1] >= min(_need(facts, state), BUDGET_WORTH):
             larger, gain, ratio = found
             evidence.append(
-                f"the steps have room: one of {larger:,} tokens would last {ratio:.3g} x as long"
+                f"the steps have room: one of {larger:,} tokens would last {number(ratio)} x as long"
             )
             replicas = _still_needed(facts, state, gain)
             return Reason(
                 "token budget",
                 evidence,
-                f"a larger --max-num-batched-tokens: prompts get through {gain:.2g} x as fast"
+                f"a larger --max-num-batched-tokens: prompts get through {number(gain)} x as fast"
                 + _and_replicas(replicas),
                 {"max_num_batched_tokens": larger},
                 replicas,
@@ -293,7 +293,7 @@ def _saturated(facts: Facts, state: State, evidence: list[str]) -> Reason:
     if best is not None and best[1] >= need:
         option, gain = best
         return Reason(
-            kind, evidence, f"{option.words}: serves about {gain:.2g} x as much", option.changes
+            kind, evidence, f"{option.words}: serves about {number(gain)} x as much", option.changes
         )
     return _replicas(facts, state, kind, evidence)
 
@@ -308,7 +308,7 @@ def _replicas_needed(facts: Facts, state: State) -> int:
 def _replicas(facts: Facts, state: State, kind: Kind, evidence: list[str]) -> Reason:
     count = _replicas_needed(facts, state)
     offered = facts.offered
-    each = f", {offered / count:.3g} requests/s each" if offered is not None else ""
+    each = f", {number(offered / count)} requests/s each" if offered is not None else ""
     change = f"more of the same: {count:,} replicas{each} (or a faster GPU)"
     if not facts.setup.enable_prefix_caching:
         change += "; prefix caching, which is off, may spare a part of it"

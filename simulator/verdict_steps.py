@@ -20,7 +20,7 @@ from simulator.verdict_changes import (
     kv_left,
     kv_options,
 )
-from simulator.verdict_facts import Facts, Mask, ms, shares
+from simulator.verdict_facts import Facts, Mask, ms, number, shares
 
 SATURATED = 0.45
 """Share of a peak (FLOP/s or bandwidth) from which on it is what bounds a step; kernels reach
@@ -62,7 +62,7 @@ def slow_first_token(facts: Facts) -> Reason:
             larger = 0 if is_threshold else 2 ** math.ceil(math.log2(prompt + load.decodes))
             evidence.append(
                 f"such a prompt takes {math.ceil(prompt / chunk):,} steps of {chunk:,} tokens, "
-                f"{gain:.3g} x as long as at once"
+                f"{number(gain)} x as long as at once"
             )
             words = f"larger chunks: --{name.replace('_', '-')} {larger:,}"
             return Reason("token budget", evidence, words, {name: larger})
@@ -79,7 +79,7 @@ def slow_first_token(facts: Facts) -> Reason:
     return Reason(
         "compute",
         evidence,
-        f"{option.words}: computes such a prompt {gain:.2g} x as fast",
+        f"{option.words}: computes such a prompt {number(gain)} x as fast",
         option.changes,
     )
 
@@ -265,7 +265,7 @@ def _shorter_steps(facts: Facts, rows: Mask, kind: Kind, evidence: list[str]) ->
         best = choose(faster_machine(facts.setup), speedup, need)
     if best is not None and best[1] >= need:
         option, worth = best
-        words = f"{option.words}: steps take {1 / worth:.2g} x as long"
+        words = f"{option.words}: steps take {number(1 / worth)} x as long"
         return Reason(kind, evidence, words, option.changes)
     for count in range(2, LARGEST_FACTOR if limit else 0):
         if now / load.time_ns(cost, 1 / count) >= need:
@@ -274,5 +274,5 @@ def _shorter_steps(facts: Facts, rows: Mask, kind: Kind, evidence: list[str]) ->
     if best is None:
         return Reason(kind, evidence, "a faster GPU: no setting of this one shortens its steps")
     option, worth = best
-    words = f"{option.words}: steps take {1 / worth:.2g} x as long, which is not yet enough"
+    words = f"{option.words}: steps take {number(1 / worth)} x as long, which is not yet enough"
     return Reason(kind, evidence, words, option.changes)

@@ -237,7 +237,9 @@ class Engine:
         Raises ``RequestRefusedError``.
         """
         request = make_request(request_id, prompt, max_tokens, **more)
-        text = [token_of(request_id, i) for i in range(prompt)] if isinstance(prompt, int) else prompt
+        text = (
+            [token_of(request_id, i) for i in range(prompt)] if isinstance(prompt, int) else prompt
+        )
         for sequence in self.scheduler.add(request):
             self._arrived(sequence)
             self.memory.known(sequence, text)

@@ -316,7 +316,9 @@ def test_sc_13_one_rule_for_admission_and_allocation(prompt: int, outputs: int, 
     assert 2 - min(step.num_free for step in engine.steps) == need
     one_less = make_scheduler(need - 1, 16) if need > 1 else None
     if one_less is not None:
-        with pytest.raises(RequestRefusedError, match=f"need {need} blocks, the pool has {need - 1}"):
+        with pytest.raises(
+            RequestRefusedError, match=f"need {need} blocks, the pool has {need - 1}"
+        ):
             one_less.add(make_request("r", prompt, outputs))
 
 
@@ -351,7 +353,9 @@ def test_bm_06a_copies_of_a_half_filled_block() -> None:
 
 
 def test_bm_06a_group_that_needs_one_more_block_is_refused() -> None:
-    with pytest.raises(RequestRefusedError, match=r"each of 4 outputs need 10 blocks, the pool has 9"):
+    with pytest.raises(
+        RequestRefusedError, match=r"each of 4 outputs need 10 blocks, the pool has 9"
+    ):
         make_scheduler(9, 4).add(make_request("g", 10, 6, n=4))
 
 

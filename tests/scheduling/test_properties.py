@@ -7,6 +7,7 @@ what the plans say and compares every position that a sequence reads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +16,18 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from blockmanager import Content, ExtraKeys, HashedContent, TokenContent
+from blockmanager import (
+    BlockManager,
+    BlockTable,
+    Content,
+    ExtraKeys,
+    HashedContent,
+    TokenContent,
+)
 from scheduler import POLICIES, Request, RequestRefusedError, Scheduler, Sequence, StepPlan
+from scheduler.policies import FCFS
 from scheduler.scheduler import _Step
+from scheduler.sequence import SequenceState
 from tests.scheduling.helpers import Engine, make_scheduler
 
 MAX_STEPS = 600
@@ -165,7 +175,9 @@ class Run:
         self._abort_at: dict[tuple[int, AbortAt], list[str]] = {}
         todo = sorted(enumerate(load.arrivals), key=lambda pair: pair[1].step)
         while todo or self.scheduler.num_unfinished:
-            assert self.step < MAX_STEPS, f"still {self.scheduler.num_unfinished} after {MAX_STEPS} steps"
+            assert self.step < MAX_STEPS, (
+                f"still {self.scheduler.num_unfinished} after {MAX_STEPS} steps"
+            )
             while todo and todo[0][1].step <= self.step:
                 self._submit(*todo.pop(0))
             self.engine.expire(self.step)
@@ -236,6 +248,10 @@ class Run:
             assert bool(plan) or not unfinished
         assert (plan.blocked_by is None) == (plan.num_waiting == 0)
         assert plan.num_free_blocks == self.scheduler.blocks.num_free
+        for preemption in plan.preempted:
+            if preemption.requester.state is SequenceState.WAITING:
+                # A head of the queue for which somebody made way, or a victim of its own need.
+                assert preemption.requester in {p.sequence for p in plan.preempted}, "in vain"
         come_in = {admission.sequence for admission in plan.admitted}
         assert plan.num_running == sum(s not in come_in for s in plan.sequences)
         assert all(s in ran_before for s in plan.sequences[: plan.num_running])
@@ -265,7 +281,9 @@ class Run:
         assert blocks.num_free == blocks.num_blocks
         assert blocks.host_pool is None or blocks.host_pool.num_used == 0
         assert not scheduler.arrays.alive.any()
-        assert engine.reasons.keys() == engine.sequences.keys(), "somebody never ended, or came from nowhere"
+        assert engine.reasons.keys() == engine.sequences.keys(), (
+            "somebody never ended, or came from nowhere"
+        )
         by_request: dict[str, int] = {}
         for seq_id, sequence in engine.sequences.items():
             by_request[sequence.request.id] = by_request.get(sequence.request.id, 0) + 1
@@ -449,40 +467,52 @@ def test_memory_notices_what_a_backend_leaves_out(fault: Callable[[StepPlan], No
         serve()
 
 
-@pytest.mark.parametrize(
-    "method", ["unregister", "free", "register"]
-)
-def test_memory_and_checks_notice_a_broken_block_manager(
-    method: str, monkeypatch: pytest.MonkeyPatch
+class FirstGoes(FCFS):
+    """The victim is the oldest, who had its turn already."""
+
+    def victim(self, running: Seq[Sequence], requester: Sequence) -> int:
+        return 0
+
+
+def _keep_registrations(self: BlockManager, table: BlockTable, num_registered: int) -> None:
+    table.num_registered = min(table.num_registered, num_registered)
+
+
+def test_memory_notices_registrations_of_what_was_never_computed(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Registrations of dropped grants kept, blocks not freed, blocks registered too early."""
-    from blockmanager import BlockManager, BlockTable
+    monkeypatch.setattr(BlockManager, "unregister", _keep_registrations)
+    engine = Engine(make_scheduler(7, 2, policy=FirstGoes(), long_prefill_token_threshold=3))
+    engine.add("a", list(range(9)), 2)
+    engine.add("b", list(range(20, 24)), 2)
+    # In step 3 a's chunk fills its fourth block, is dropped for b, and found again by a.
+    with pytest.raises(AssertionError, match="a reads something else"):
+        engine.drain()
+    assert engine.preemptions == ["a"]
 
-    right = getattr(BlockManager, method)
 
-    def wrong(self: BlockManager, table: BlockTable, *args: int) -> None:
-        if method == "register":
-            right(self, table, args[0] + self.block_size - 1)
+def test_memory_notices_blocks_registered_before_they_are_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = BlockManager.register
 
-    monkeypatch.setattr(BlockManager, method, wrong)
-    caught = 0
-    text = tuple(TEXTS[0][:12])
-    for num_blocks in range(6, 12):
-        load = Load(
-            num_blocks=num_blocks,
-            block_size=2,
-            policy="priority",
-            watermark_blocks=0,
-            enable_prefix_caching=True,
-            num_swap_blocks=0,
-            report_ids=True,
-            config=(("max_num_batched_tokens", 6), ("scheduler_reserve_full_isl", False)),
-            arrivals=tuple(
-                Arrival(i, text, "ids", 4, False, 1, 2 - i % 3, None, None, None) for i in range(5)
-            ),
-        )
-        try:
-            Run(load)
-        except (AssertionError, IndexError):
-            caught += 1
-    assert caught
+    def early(self: BlockManager, table: BlockTable, num_tokens: int) -> None:
+        right(self, table, min(num_tokens + 1, len(table) * self.block_size))
+
+    monkeypatch.setattr(BlockManager, "register", early)
+    engine = Engine(make_scheduler(20, 4, long_prefill_token_threshold=3))
+    engine.add("a", list(range(9)), 2)
+    engine.add("b", list(range(9)), 2)
+    with pytest.raises(AssertionError, match="reads something else|which others hold"):
+        engine.drain()
+
+
+def test_check_notices_blocks_that_are_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(self: BlockManager, table: BlockTable) -> None:
+        table.blocks = []
+
+    monkeypatch.setattr(BlockManager, "free", forget)
+    engine = Engine(make_scheduler(20, 4))
+    engine.add("a", 9, 2)
+    with pytest.raises(AssertionError, match="block 1 has reference count 1, 0 holders"):
+        engine.drain()

@@ -63,7 +63,7 @@ def test_run_that_hits_max_steps_says_who_is_left(
     assert main(["replay", str(path)]) == 0
     end = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert end["end"] == "max_steps"
-    assert end["unfinished"] == ["b"]
+    assert end["unfinished"] == ["a", "b"]
 
 
 def with_config(**changes: Any) -> dict[str, Any]:
@@ -110,7 +110,6 @@ def with_request(**changes: Any) -> dict[str, Any]:
         (with_request(output_len="two"), "request 0"),
         ({**GOOD, "requests": [GOOD["requests"][0]] * 2}, "id"),
     ],
-    ids=str,
 )
 def test_bad_scenario_is_one_line_and_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], scenario: Any, message: str
@@ -156,9 +155,7 @@ def test_help_names_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_module_runs_and_a_reader_may_leave_early(tmp_path: Path) -> None:
-    rows = [
-        {"id": f"r{i}", "arrival_step": i, "prompt": [i], "output_len": 3} for i in range(3000)
-    ]
+    rows = [{"id": f"r{i}", "arrival_step": i, "prompt": [i], "output_len": 3} for i in range(3000)]
     path = write(tmp_path, {"requests": rows})
     process = subprocess.Popen(
         [sys.executable, "-m", "scheduler", "replay", str(path)],

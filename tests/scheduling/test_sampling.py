@@ -10,7 +10,9 @@ from scheduler import RequestRefusedError, StepResult, Stop
 from tests.scheduling.helpers import Engine, make_request, make_scheduler, tokens
 
 
-def group(n: int, *, prompt: int = 6, outputs: int = 4, num_blocks: int = 100, **more: Any) -> Engine:
+def group(
+    n: int, *, prompt: int = 6, outputs: int = 4, num_blocks: int = 100, **more: Any
+) -> Engine:
     engine = Engine(make_scheduler(num_blocks, 4, **more))
     engine.add("g", tokens("g", prompt), outputs, n=n)
     return engine
@@ -158,7 +160,11 @@ def test_preempted_child_resumes_on_its_own() -> None:
 def test_parent_preempted_before_its_fork_gives_all_slots_back() -> None:
     engine = Engine(
         make_scheduler(
-            4, 4, enable_prefix_caching=False, max_num_seqs=3, max_num_batched_tokens=4,
+            4,
+            4,
+            enable_prefix_caching=False,
+            max_num_seqs=3,
+            max_num_batched_tokens=4,
             scheduler_reserve_full_isl=False,
         )
     )

@@ -15,7 +15,9 @@ from tests.scheduling.helpers import Engine, make_scheduler, tokens
 def swapping(num_blocks: int, num_swap_blocks: int, **more: Any) -> Engine:
     more.setdefault("enable_prefix_caching", False)
     return Engine(
-        make_scheduler(num_blocks, 2, num_swap_blocks=num_swap_blocks, preemption_mode="swap", **more)
+        make_scheduler(
+            num_blocks, 2, num_swap_blocks=num_swap_blocks, preemption_mode="swap", **more
+        )
     )
 
 

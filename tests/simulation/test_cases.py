@@ -678,7 +678,9 @@ def test_sc_09_priority_waits_for_a_slot_and_the_report_says_which(tmp_path: Pat
     assert high["first_token_ns"] == 1001 * 10 * MS
     assert high["first_token_ns"] - high["arrival_ns"] == 991 * 10 * MS
     assert result.record.summary["kv"]["preemptions"] == 0
-    assert "scheduler priority," in one_line(report.out)
+    assert "urgent requests preempt for blocks but wait while every sequence slot" in one_line(
+        report.out
+    )
 
 
 def test_sc_09_preemptive_priority_takes_a_slot_and_the_report_says_which(tmp_path: Path) -> None:
@@ -687,4 +689,4 @@ def test_sc_09_preemptive_priority_takes_a_slot_and_the_report_says_which(tmp_pa
     preempted = {name: row_of(result, name)["preemptions"] for name in ("low-0", "low-1", "high")}
     assert sorted(preempted.values()) == [0, 0, 1]
     assert preempted["high"] == 0
-    assert "scheduler priority-preemptive," in one_line(report.out)
+    assert "urgent requests take the slots and blocks of less urgent ones" in one_line(report.out)
