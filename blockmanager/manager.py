@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
 from typing import NamedTuple
@@ -116,6 +117,23 @@ class BlockManager:
         need = self.blocks_for(num_tokens) - len(hit)
         need += sum(map(self.pool.is_free, hit))
         return need + (self.watermark_blocks if use_watermark else 0)
+
+    def would_fit(
+        self,
+        table: BlockTable,
+        num_tokens: int,
+        leaving: Iterable[BlockTable],
+        *,
+        use_watermark: bool,
+    ) -> bool:
+        """Whether a table without blocks would get ``num_tokens`` slots once others are freed."""
+        held = Counter(block for other in leaving for block in other.blocks)
+        freed = sum(self.pool.ref_count(block) == count for block, count in held.items())
+        # What comes from host memory comes whole, without hits.
+        hit = [] if table.host_blocks else self.find_hit(table, num_tokens)
+        shared = sum(self.pool.ref_count(block) > held[block] for block in hit)
+        need = self.blocks_for(num_tokens) - shared
+        return need + (self.watermark_blocks if use_watermark else 0) <= self.pool.num_free + freed
 
     # -- changes -----------------------------------------------------------------------------
 

@@ -69,6 +69,8 @@ class StepPlan:
     """
 
     sequences: list[Sequence]
+    block_ids: list[list[int]]
+    """Block table of each sequence; good until the next ``schedule()``, also after an abort."""
     rows: npt.NDArray[np.int64]
     """Row of each sequence in the scheduler's ``SequenceArrays``."""
     granted: npt.NDArray[np.int64]

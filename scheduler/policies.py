@@ -82,7 +82,13 @@ class Priority(FCFS):
         return (sequence.priority, sequence.arrival_ns, sequence.id)
 
     def victim(self, running: Seq[Sequence], requester: Sequence) -> int:
-        return max(range(len(running)), key=lambda i: (running[i].priority, running[i].arrival_ns))
+        def urgency(index: int) -> tuple[int, int, int]:
+            # The number settles ties: with the oldest as victim, equals would preempt one another
+            # for ever.
+            sequence = running[index]
+            return (sequence.priority, sequence.arrival_ns, sequence.number)
+
+        return max(range(len(running)), key=urgency)
 
 
 class PreemptivePriority(Priority):

@@ -127,16 +127,19 @@ def parse_scenario(data: Any, name: str = "scenario") -> Scenario:
     if not isinstance(data, dict) or not isinstance(data.get("requests"), list):
         raise ValueError("expected an object with a list of requests")
     given = data.get("config", {})
+    if not isinstance(given, dict):
+        raise ValueError("config: expected an object")
     unknown = sorted(given.keys() - _CONFIG_DEFAULTS.keys())
     if unknown:
         raise ValueError(f"config: unknown {', '.join(unknown)}")
     config = {**_CONFIG_DEFAULTS, **given}
+    _check_types(config)
     if config["num_gpu_blocks"] < 2:
         raise ValueError(
             f"num_gpu_blocks is {config['num_gpu_blocks']}, must be at least 2 (one is the null block)"
         )
     clock = config["clock"]
-    return Scenario(
+    scenario = Scenario(
         name=data.get("name", name),
         scheduler_config=SchedulerConfig(
             **{
@@ -166,6 +169,36 @@ def parse_scenario(data: Any, name: str = "scenario") -> Scenario:
         dump_free_queue=config["dump_free_queue"],
         requests=tuple(_parse_request(row, i) for i, row in enumerate(data["requests"])),
     )
+    seen: set[str] = set()
+    for index, entry in enumerate(scenario.requests):
+        if entry.request.id in seen:
+            raise ValueError(f"request {index}: id {entry.request.id!r} is used twice")
+        seen.add(entry.request.id)
+        if clock is None and entry.arrival_step is None:
+            raise ValueError(f"request {index}: arrival_time needs a clock, or give arrival_step")
+    scenario.scheduler()  # what only the policy and the block manager can check
+    return scenario
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    for key, default in _CONFIG_DEFAULTS.items():
+        value = config[key]
+        if key == "clock":
+            names = ("base", "per_token", "per_seq")
+            if value is not None and not (
+                isinstance(value, dict)
+                and all(isinstance(value.get(name), (int, float)) for name in names)
+            ):
+                raise ValueError(
+                    f"config: clock is {value!r}, expected null or {', '.join(names)} in seconds"
+                )
+            continue
+        kind = (int, float) if isinstance(default, float) else type(default)
+        if not isinstance(value, kind) or (
+            isinstance(value, bool) and not isinstance(default, bool)
+        ):
+            name = "a number" if isinstance(default, float) else type(default).__name__
+            raise ValueError(f"config: {key} is {value!r}, expected {name}")
 
 
 def _parse_request(row: Any, index: int) -> ScenarioRequest:

@@ -6,7 +6,6 @@ purpose, docs/architecture.md says how and why. Nothing in here reads a clock, s
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -89,6 +88,12 @@ class _Step:
         self.swapped_out: list[BlockTransfer] = []
         self.blocked_by: BlockedBy | None = None
 
+    def one_by_one(self) -> None:
+        """Turn grants made in bulk into single ones, so that each can be undone."""
+        if self.columns is not None:
+            self.grants = self.columns.by_sequence() | self.grants
+            self.columns = None
+
 
 class Scheduler:
     """Decides steps over one block manager.
@@ -115,7 +120,7 @@ class Scheduler:
         self.arrays = SequenceArrays()
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(self.policy.queue_key)
-        self.swapped: deque[Sequence] = deque()
+        self.swapped = WaitingQueue(self.policy.queue_key)
         self._of_request: dict[str, list[Sequence]] = {}
         self._deadlines: list[tuple[int, int, str]] = []
         self._num_added = 0
@@ -142,7 +147,8 @@ class Scheduler:
         P + O - 1 slots. Outputs that fork share the full blocks of their prompt.
         """
         alone = self.blocks.blocks_for(request.num_prompt_tokens + output_tokens - 1)
-        if request.n == 1 or self.config.parallel_sampling == "separate":
+        # An output of one token writes nothing of its own.
+        if request.n == 1 or output_tokens == 1 or self.config.parallel_sampling == "separate":
             return alone
         shared = request.num_prompt_tokens // self.blocks.block_size
         return shared + request.n * (alone - shared)
@@ -208,7 +214,7 @@ class Scheduler:
         return list(family)
 
     def _new_sequence(self, request: Request, index: int, slots: int) -> Sequence:
-        seq_id = request.id if request.n == 1 else f"{request.id}#{index}"
+        seq_id = request.id if request.n == 1 and index == 0 else f"{request.id}#{index}"
         sequence = Sequence(request, seq_id, index, self._num_added, self.arrays)
         self._num_added += 1
         sequence.slots = slots
@@ -231,16 +237,21 @@ class Scheduler:
         Returns its sequences that were unfinished (none for an unknown id: it may have just ended).
         A step already scheduled is executed as planned, and its result for them is dropped.
         """
-        finished = []
-        for sequence in list(self._of_request.get(request_id, ())):
-            if sequence.state is SequenceState.RUNNING:
-                self._remove_running(self.running.index(sequence))
-            elif sequence.state is SequenceState.SWAPPED:
-                self.swapped.remove(sequence)
-            else:
-                self.waiting.remove(sequence)
-            finished.append(self._finish(sequence, reason))
-        return finished
+        return [
+            self.abort_output(sequence, reason)
+            for sequence in list(self._of_request.get(request_id, ()))
+        ]
+
+    def abort_output(self, sequence: Sequence, reason: str = "aborted") -> Finished:
+        """End one of a request's outputs; the others go on."""
+        if sequence.state is SequenceState.RUNNING:
+            self._remove_running(self.running.index(sequence))
+        elif sequence.state is SequenceState.SWAPPED:
+            self.swapped.remove(sequence)
+        else:
+            assert sequence.state is SequenceState.WAITING, f"{sequence} has ended already"
+            self.waiting.remove(sequence)
+        return self._finish(sequence, reason)
 
     def expire(self, now_ns: int) -> list[Finished]:
         """End every request whose deadline is ``now_ns`` or earlier, as ``timed_out``."""
@@ -380,9 +391,7 @@ class Scheduler:
         victim = self._remove_running(index)
         arrays, row = self.arrays, victim.row
         blocks_free = self.blocks.num_free
-        if step.columns is not None:
-            step.grants = step.columns.by_sequence() | step.grants
-            step.columns = None
+        step.one_by_one()
         grant = step.grants.pop(victim, None)
         if (
             grant is not None
@@ -413,7 +422,7 @@ class Scheduler:
             self.waiting.push(victim)
         else:
             victim.state = SequenceState.SWAPPED
-            self.swapped.append(victim)
+            self.swapped.push(victim)
         step.preempted.append(
             Preemption(victim, requester, blocks_needed, blocks_free, lost, transfers is not None)
         )
@@ -421,7 +430,7 @@ class Scheduler:
     def _admit_waiting(self, step: _Step) -> None:
         """Admit from the head of the queue until something does not fit."""
         # Whoever holds host memory comes back before anybody new is let in.
-        while (sequence := self.swapped[0] if self.swapped else self.waiting.head()) is not None:
+        while (sequence := self.swapped.head() or self.waiting.head()) is not None:
             if step.budget == 0:
                 step.blocked_by = "budget"
                 return
@@ -430,16 +439,38 @@ class Scheduler:
                 step.blocked_by = "policy"
                 return
             while (short_of := self._try_admit(sequence, step)) is not None:
-                index = None
-                # Whoever was let in by this step may have hit blocks that a victim would now never
-                # compute: from the first admission on nobody is displaced before the next step.
-                if short_of != "budget" and self.running and not step.admitted:
-                    index = self.policy.displace(sequence, self.running)
-                if index is None:
+                if not self._displace_for(sequence, short_of, step):
                     step.blocked_by = short_of
                     return
-                need = 0 if short_of == "slots" else self.blocks.blocks_for(sequence.num_tokens)
-                self._preempt(index, sequence, need, step)
+
+    def _displace_for(self, head: Sequence, short_of: BlockedBy, step: _Step) -> bool:
+        """Preempt whom the policy names so that the head of the queue fits; nobody, if it would not."""
+        # Whoever was let in by this step may have hit blocks that a victim would now never compute:
+        # from the first admission on nobody is displaced before the next step.
+        if short_of == "budget" or step.admitted or not self.running:
+            return False
+        if self.policy.displace(head, self.running) is None:
+            return False
+        step.one_by_one()
+        config, budget = self.config, step.budget
+        left, leaving = list(self.running), list[Sequence]()
+        while not (
+            sum(sequence.slots for sequence in left) + head.slots <= config.max_num_seqs
+            and self.blocks.would_fit(
+                head.table, head.num_tokens, [s.table for s in leaving], use_watermark=bool(left)
+            )
+            and (config.enable_chunked_prefill or head.num_uncomputed_tokens <= budget)
+        ):
+            index = self.policy.displace(head, left) if left else None
+            if index is None:
+                return False
+            leaving.append(left.pop(index))
+            if (grant := step.grants.get(leaving[-1])) is not None:
+                budget += grant.tokens
+        need = 0 if short_of == "slots" else self.blocks.blocks_for(head.num_tokens)
+        for victim in leaving:
+            self._preempt(self.running.index(victim), head, need, step)
+        return bool(leaving)
 
     def _try_admit(self, sequence: Sequence, step: _Step) -> BlockedBy | None:
         """Let one sequence in, or change nothing and say what it is short of."""
@@ -490,7 +521,7 @@ class Scheduler:
             return "blocks"
         transfers, blocks = moved
         step.swapped_in += transfers
-        self.swapped.popleft()
+        self.swapped.remove(sequence)
         step.admitted.append(Admission(sequence, [], resumed=True, swapped_in=True))
         self._start(sequence, tokens, Growth(blocks, []), step)
         return None
@@ -541,6 +572,7 @@ class Scheduler:
         samples = before + granted == num_tokens
         return StepPlan(
             sequences=sequences,
+            block_ids=[sequence.table.blocks for sequence in sequences],
             rows=rows,
             granted=granted,
             computed_before=before,
@@ -632,10 +664,11 @@ class Scheduler:
 
     def _fork_samples(self, parent: Sequence) -> Fork:
         """Split a request with n outputs into n sequences, at its first token."""
-        num_children = parent.slots - 1
-        parent.slots = 1
-        self._extra_slots -= num_children
-        children = [self.fork(parent, index) for index in range(1, num_children + 1)]
+        children = []
+        for index in range(1, parent.slots):
+            parent.slots -= 1  # reserved at admission for just this
+            self._extra_slots -= 1
+            children.append(self.fork(parent, index))
         return Fork(parent, children)
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
@@ -643,8 +676,14 @@ class Scheduler:
 
         For parallel samples and beams. The copies of shared blocks are made, and planned, when
         either one writes.
+
+        Raises ``ValueError`` where every sequence slot is taken.
         """
         assert parent.state is SequenceState.RUNNING, f"{parent.id} does not run"
+        if len(self.running) + self._extra_slots >= self.config.max_num_seqs:
+            raise ValueError(
+                f"no slot to fork {parent.id}: max_num_seqs is {self.config.max_num_seqs}"
+            )
         arrays = self.arrays
         child = self._new_sequence(parent.request, index, slots=1)
         for name in SequenceArrays.COLUMNS:
@@ -695,7 +734,8 @@ class Scheduler:
         Raises ``AssertionError`` naming what is wrong.
         """
         waiting = list(self.waiting)
-        everyone = [*self.running, *waiting, *self.swapped]
+        swapped = list(self.swapped)
+        everyone = [*self.running, *waiting, *swapped]
         assert len(waiting) == len(self.waiting), "the queue's length is not that of its entries"
         assert len(set(everyone)) == len(everyone), "a sequence is in two queues"
         known = {sequence for family in self._of_request.values() for sequence in family}
@@ -703,7 +743,7 @@ class Scheduler:
         for state, queue in (
             (SequenceState.RUNNING, self.running),
             (SequenceState.WAITING, waiting),
-            (SequenceState.SWAPPED, self.swapped),
+            (SequenceState.SWAPPED, swapped),
         ):
             for sequence in queue:
                 assert sequence.state is state, (

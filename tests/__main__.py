@@ -12,7 +12,7 @@ CHECKS = (
     ("ruff", "check", "."),
     ("ruff", "format", "--check", "."),
     ("mypy",),
-    ("pytest", "-n", "2"),
+    ("pytest", "-n", "2", "--dist", "loadfile"),
 )
 
 

@@ -59,14 +59,14 @@ class _Imports(ast.NodeVisitor):
     def _add(self, line: int, module: str) -> None:
         self.found.append(Import(self._path, line, module.split(".")[0], self._depth == 0))
 
-    def visit_Import(self, node: ast.Import) -> None:  # noqa: N802
+    def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._add(node.lineno, alias.name)
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:  # noqa: N802
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         self._add(node.lineno, self._package if node.level else node.module or "")
 
-    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> None:
         name = ast.unparse(node.func)
         if name in ("__import__", "import_module", "importlib.import_module") and node.args:
             (module, *_) = node.args
@@ -81,7 +81,7 @@ class _Imports(ast.NodeVisitor):
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_Lambda = _inside  # noqa: N815
 
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+    def visit_If(self, node: ast.If) -> None:
         if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             self._depth += 1
             for child in node.body:

@@ -6,6 +6,8 @@ step; an arrival at index a is visible from step a + 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from scheduler import RequestRefusedError, Stop
@@ -45,7 +47,7 @@ def test_sc_01_refusal_changes_nothing() -> None:
 # -- SC-02: preemption without thrash --------------------------------------------------------
 
 
-def two_growing(num_blocks: int, **config: object) -> Engine:
+def two_growing(num_blocks: int, **config: Any) -> Engine:
     scheduler = make_scheduler(
         num_blocks, 16, enable_prefix_caching=False, max_num_batched_tokens=64, **config
     )

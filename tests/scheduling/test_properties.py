@@ -318,6 +318,7 @@ def plain(plan: StepPlan) -> dict[str, Any]:
     """Every field of a plan, sequences by their ids."""
     return {
         "sequences": [s.id for s in plan.sequences],
+        "block_ids": [list(blocks) for blocks in plan.block_ids],
         "rows": plan.rows.tolist(),
         "granted": plan.granted.tolist(),
         "computed_before": plan.computed_before.tolist(),
@@ -503,7 +504,7 @@ def test_memory_notices_blocks_registered_before_they_are_full(
     engine = Engine(make_scheduler(20, 4, long_prefill_token_threshold=3))
     engine.add("a", list(range(9)), 2)
     engine.add("b", list(range(9)), 2)
-    with pytest.raises(AssertionError, match="reads something else|which others hold"):
+    with pytest.raises(AssertionError, match=r"reads something else|which others hold"):
         engine.drain()
 
 
