@@ -76,7 +76,10 @@ class Priority(FCFS):
     running sequence, the latest arrived of those. Urgent ones wait while every slot is taken."""
 
     name = "priority"
-    about = "most urgent first; urgent requests preempt for blocks but wait while every sequence slot is taken"
+    about = (
+        "most urgent first; urgent requests preempt for blocks but wait while every sequence slot "
+        "is taken"
+    )
 
     def queue_key(self, sequence: Sequence) -> tuple[Any, ...]:
         return (sequence.priority, sequence.arrival_ns, sequence.id)
