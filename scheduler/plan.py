@@ -96,6 +96,10 @@ class StepPlan:
     swapped_out: list[BlockTransfer]
     evicted: list[int]
     """Blocks that lost cached content, in order."""
+    num_steps: int = 1
+    """Steps that may be run as one: in each of them every sequence of the plan gets one token more,
+    and nothing else can happen inside the scheduler. 1 = just this step. The other fields are those
+    of the first step."""
 
     def __bool__(self) -> bool:
         return bool(self.sequences)
@@ -130,10 +134,14 @@ class StepResult:
     """What a backend did with a plan."""
 
     duration_ns: int
+    """Of all steps that were run."""
     token_ids: Seq[Seq[int]] | None = None
     """Sampled ids for each sequence of the plan (n of them where it forks, none where it does not
     sample); ``None`` where nobody knows them (simulation)."""
     stops: Seq[Stop] = ()
+    """In the last step that was run."""
+    num_steps: int = 1
+    """How many of the plan's equal steps were run."""
 
 
 class Finished(NamedTuple):
@@ -158,3 +166,5 @@ class StepOutcome(NamedTuple):
     """The same as sequences; ``None`` where it is all of the plan."""
     finished: list[Finished]
     forked: list[Fork]
+    blocks_taken: npt.NDArray[np.int64]
+    """Blocks taken in each step after the first (shape ``[num_steps - 1]``)."""

@@ -7,6 +7,7 @@ purpose, docs/architecture.md says how and why. Nothing in here reads a clock, s
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from scheduler.plan import (
     StepPlan,
     StepResult,
 )
-from scheduler.policies import FCFS, Policy, PoolState
+from scheduler.policies import FCFS, Policy, PoolState, PreemptivePriority
 from scheduler.request import Request
 from scheduler.sequence import Sequence, SequenceArrays, SequenceState
 from scheduler.waiting import WaitingQueue
@@ -39,6 +40,9 @@ class RequestRefusedError(ValueError):
         super().__init__(f"request {request_id} refused: {reason}")
         self.request_id = request_id
         self.reason = reason
+
+
+_NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class _Grant(NamedTuple):
@@ -272,8 +276,13 @@ class Scheduler:
 
     # -- a step ------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan:
-        """Decide the next step: blocks are taken, ``num_computed_tokens`` advances by the grants."""
+    def schedule(self, max_steps: int = 1) -> StepPlan:
+        """Decide the next step: blocks are taken, ``num_computed_tokens`` advances by the grants.
+
+        With ``max_steps`` above 1 the plan may offer to be repeated, see ``StepPlan.num_steps``:
+        as often as single steps would decide the same. Nothing of the repetition is done before
+        ``update``.
+        """
         assert self._pending is None, "schedule() again before update()"
         for row in self._retired_rows:
             self.arrays.return_row(row)
@@ -285,8 +294,59 @@ class Scheduler:
             self._admit_waiting(step)
         elif self.num_unfinished > len(self.running):
             step.blocked_by = "preemption"
-        self._pending = self._plan(step)
-        return self._pending
+        plan = self._plan(step)
+        if max_steps > 1:
+            plan = replace(plan, num_steps=self._equal_steps(plan, max_steps))
+        self._pending = plan
+        return plan
+
+    def _equal_steps(self, plan: StepPlan, max_steps: int) -> int:
+        """How many steps like this one would follow each other, this one included.
+
+        All run and decode, so nobody frees blocks before the run ends. What could still change the
+        next decision: a sequence at its limit, a shortage of blocks, and, while somebody waits, the
+        head of the queue: a policy of one's own may change its mind, and a block that is registered
+        may lengthen the head's prefix hit.
+        """
+        arrays, rows = self.arrays, plan.rows
+        if plan.admitted or plan.preempted or len(rows) != len(self.running):
+            return 1
+        if not plan.is_decode.all() or plan.copies:
+            return 1
+        if (arrays.num_keys[rows] > arrays.num_registered[rows]).any():
+            return 1
+        if plan.num_waiting and not self._waits_steadily():
+            return 1
+        num_steps = min(max_steps, int((arrays.limit[rows] - arrays.num_tokens[rows]).min()))
+        return self._affordable_steps(arrays.num_computed[rows], num_steps)
+
+    def _waits_steadily(self) -> bool:
+        """Whether the head of the queue stays out as long as nobody leaves: sure only of policies
+        whose answers depend on nothing else."""
+        policy = type(self.policy)
+        return policy.admit is FCFS.admit and policy.displace in (
+            FCFS.displace,
+            PreemptivePriority.displace,
+        )
+
+    def _affordable_steps(self, computed: npt.NDArray[np.int64], num_steps: int) -> int:
+        """Most steps, up to ``num_steps``, for whose blocks the free ones suffice; one is paid."""
+        size, free = self.blocks.block_size, self.blocks.num_free
+        held = -(-computed // size)
+
+        def cost(steps: int) -> int:
+            return int((-(-(computed + steps - 1) // size) - held).sum())
+
+        if cost(num_steps) <= free:
+            return num_steps
+        low, high = 1, num_steps  # low is affordable, high is not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if cost(middle) <= free:
+                low = middle
+            else:
+                high = middle
+        return low
 
     def _grant_all_running(self, step: _Step) -> bool:
         """Grant every running sequence its tokens in a few array operations.
@@ -594,11 +654,18 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in what a backend did: tokens, forks, finishes; blocks of the finished are free."""
         assert plan is self._pending, "update() of a plan that schedule() did not just give"
+        assert 1 <= result.num_steps <= plan.num_steps, (
+            f"{result.num_steps} steps were run, {plan.num_steps} were offered"
+        )
         self._pending = None
         arrays, rows = self.arrays, plan.rows
         sampled = plan.samples & arrays.alive[rows]
         sampled_rows = rows[sampled]
-        arrays.num_tokens[sampled_rows] += 1
+        blocks_taken = _NO_BLOCKS
+        if result.num_steps > 1:
+            assert result.token_ids is None, "token ids come one step at a time"
+            blocks_taken = self._repeat(plan, sampled, result.num_steps - 1)
+        arrays.num_tokens[sampled_rows] += result.num_steps
         ends = sampled & (arrays.num_tokens[rows] >= arrays.limit[rows])
 
         forked: list[Fork] = []
@@ -641,7 +708,33 @@ class Scheduler:
             else [plan.sequences[i] for i in np.flatnonzero(sampled).tolist()],
             finished=finished,
             forked=forked,
+            blocks_taken=blocks_taken,
         )
+
+    def _repeat(
+        self, plan: StepPlan, alive: npt.NDArray[np.bool_], num_more: int
+    ) -> npt.NDArray[np.int64]:
+        """Compute ``num_more`` further tokens of each living sequence, one a step.
+
+        Blocks are taken in the order in which single steps would have: step by step, within a step
+        in the order of the plan. Returns how many each step took.
+        """
+        arrays, size = self.arrays, self.blocks.block_size
+        positions = alive.nonzero()[0]
+        rows = plan.rows[positions]
+        # A sequence takes a block in the step that finds its last one full, then every size steps.
+        first = -arrays.num_computed[rows] % size
+        counts = np.maximum((num_more - 1 - first) // size + 1, 0)
+        owner = np.repeat(np.arange(len(rows)), counts)
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        step = first[owner] + nth * size
+        order = np.lexsort((owner, step))
+        tables = [plan.sequences[positions[i]].table for i in owner[order].tolist()]
+        self.blocks.extend(tables, [1] * len(tables))
+        self.blocks.pool.drain_evicted()
+        arrays.num_computed[rows] += num_more
+        arrays.blocks_held[rows] += counts
+        return np.bincount(step, minlength=num_more)
 
     def _append_tokens(self, family: list[Sequence], token_ids: Seq[int]) -> None:
         """Let the block keys of a sequence (and of its new forks) know what was sampled."""

@@ -19,7 +19,7 @@ from records.gaps import GapCounts
 from scheduler.plan import Finished, Fork, StepOutcome, StepPlan
 from scheduler.request import Request
 from scheduler.sequence import Sequence
-from simulator.cost_step import StepPrice
+from simulator.cost_step import RunPrice, StepPrice
 
 _NEVER = -1  # inside this module only: no token yet
 
@@ -154,6 +154,50 @@ class Recorder:
             )
         )
         self._carried_preemptions = 0
+        self.finished(outcome.finished, now)
+
+    def equal_steps(
+        self,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        start_ns: int,
+        prices: RunPrice,
+        num_running: int,
+    ) -> None:
+        """Several steps that were run as one: the rows and gaps are those of single steps."""
+        durations = prices.durations_ns
+        count, batch = len(durations), len(plan.sequences)
+        ends = start_ns + np.cumsum(durations)
+        now = int(ends[-1])
+        rows = outcome.sampled_rows
+        self._tokens(outcome, int(ends[0]))
+        # Everybody got a token in each of the further steps.
+        self._last_ns[rows] = now
+        self._max_gap[rows] = np.maximum(self._max_gap[rows], int(durations[1:].max()))
+        self.gaps.add_array(durations[1:], batch)
+        taken = np.concatenate([[0], np.cumsum(outcome.blocks_taken)])
+        context = int(plan.computed_before.sum()) + batch
+        self.steps.extend(
+            count,
+            {
+                "start_ns": ends - durations,
+                "duration_ns": durations,
+                "prefill_tokens": 0,
+                "decode_tokens": batch,
+                "context_tokens": context + batch * np.arange(count),
+                "num_seqs": batch,
+                "running": num_running,
+                "waiting": plan.num_waiting,
+                "blocks_used": self._num_blocks - plan.num_free_blocks + taken,
+                "preemptions": 0,
+                "copies": 0,
+                "transfers": 0,
+                "blocked_by": BLOCKED_CODES[plan.blocked_by] if plan.blocked_by else 0,
+                "flops": prices.flops,
+                "bytes": prices.bytes,
+                "replica": self._replica,
+            },
+        )
         self.finished(outcome.finished, now)
 
     def _forked(self, fork: Fork) -> None:
