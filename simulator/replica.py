@@ -8,6 +8,7 @@ or after its arrival. Time is integer nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -74,6 +75,7 @@ class Replica:
         self._targets = np.zeros(0, np.int64)
         self._output_tokens: dict[str, int] = {}
         self._wake: Event | None = None
+        self._carried_swaps = 0
         env.process(self._arrivals(workload.initial()))
         env.process(self._serve())
 
@@ -144,7 +146,13 @@ class Replica:
                 continue
             start_ns = self._now
             num_running = len(scheduler.running)
-            price = self._cost.price(plan.features())
+            self._recorder.started(plan, start_ns)
+            features = plan.features()
+            if self._carried_swaps:  # of a plan in which nobody computed
+                swaps = features.num_swapped_out + self._carried_swaps
+                features = replace(features, num_swapped_out=swaps)
+                self._carried_swaps = 0
+            price = self._cost.price(features)
             assert price.duration_ns > 0, f"the cost model says {price.duration_ns} ns for a step"
             if self._until_ns is not None and start_ns + price.duration_ns > self._until_ns:
                 yield Moment(env, self._until_ns - start_ns, _STEP_START)
@@ -166,6 +174,7 @@ class Replica:
     def _stand_still(self, plan: StepPlan) -> Process:
         """Nobody can compute now: wait for what could change that."""
         self._recorder.idle_preemptions(plan)
+        self._carried_swaps += len(plan.swapped_out)
         self._scheduler.update(plan, StepResult(0))
         if plan.preempted:
             return  # the room is there at once

@@ -123,6 +123,7 @@ class Facts:
         """Until it was scheduled or gave up, ns."""
         self.num_requests = int(np.count_nonzero(self.was_in))
         self.num_refused = int(np.count_nonzero(is_refused))
+        self.num_timed_out = int(np.count_nonzero(status == "timed_out"))
         self.num_gave_up = int(np.count_nonzero((status == "timed_out") & never))
         self.num_not_arrived = int(np.count_nonzero(~self.has_arrived))
         self.num_unfinished = int(np.count_nonzero(status == "unfinished")) - self.num_not_arrived

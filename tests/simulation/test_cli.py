@@ -657,7 +657,7 @@ def test_parallel_samples_share_their_prompt(tmp_path: Path) -> None:
 
 def test_a_refused_group_says_how_many_outputs_it_wanted(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "n.jsonl", [row(0, 100, 20, n=300)])
-    assert "n = 300" in command("--trace", trace).out
+    assert "n = 300" in command("--trace", trace, "--max-num-seqs", 256).out
 
 
 def test_urgent_requests_go_first_under_the_priority_policy(tmp_path: Path) -> None:
