@@ -7,12 +7,14 @@ purpose, docs/architecture.md says how and why. Nothing in here reads a clock, s
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from blockmanager.content import Content, HashedContent
 from blockmanager.manager import BlockManager, Growth
 from blockmanager.table import BlockCopy, BlockTransfer
 from scheduler.config import SchedulerConfig
@@ -97,6 +99,12 @@ class _Step:
         if self.columns is not None:
             self.grants = self.columns.by_sequence() | self.grants
             self.columns = None
+
+
+def _prompt_of_its_own(request: Request, block_size: int) -> Content:
+    """Identity of a prompt of unknown tokens, equal to itself only under a salt of its own."""
+    num_blocks = -(-request.num_prompt_tokens // block_size)
+    return HashedContent(np.arange(num_blocks), block_size, request.num_prompt_tokens)
 
 
 class Scheduler:
@@ -203,11 +211,14 @@ class Scheduler:
         separate = request.n > 1 and self.config.parallel_sampling == "separate"
         family: dict[Sequence, None] = {}
         self._of_request[request.id] = family
+        content, extra_keys = request.content, request.extra_keys
+        if separate and content is None:
+            # Whatever the prompt is, it is the same for all of them.
+            content = _prompt_of_its_own(request, self.blocks.block_size)
+            extra_keys = replace(extra_keys, salt=f"outputs of sequence {self._num_added}")
         for index in range(request.n if separate else 1):
             sequence = self._new_sequence(request, index, 1 if separate else request.n)
-            sequence.table = self.blocks.new_table(
-                request.content, request.num_prompt_tokens, request.extra_keys
-            )
+            sequence.table = self.blocks.new_table(content, request.num_prompt_tokens, extra_keys)
             row = sequence.row
             self.arrays.num_tokens[row] = request.num_prompt_tokens
             self.arrays.num_keys[row] = sequence.table.num_keys

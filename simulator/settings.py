@@ -13,7 +13,12 @@ from blockmanager.ledger import (
     parse_bytes,
     requests_that_fit,
 )
-from blockmanager.ledger_gpu import activation_bytes, gpu_budget, weight_bytes
+from blockmanager.ledger_gpu import (
+    DEFAULT_RESERVE_BYTES,
+    activation_bytes,
+    gpu_budget,
+    weight_bytes,
+)
 from blockmanager.manager import BlockManager
 from catalog import DTYPE_BITS, GPU, ModelShape, load_gpu, load_model
 from catalog.gpus import peak_flops
@@ -148,9 +153,10 @@ def resolve(options: Options) -> Setup:
         )
     own_kv = shape.native_dtype if DTYPE_BITS[shape.native_dtype] == 16 else "bf16"
     kv_dtype = r.take("kv_cache_dtype", own_kv, "as the activations")
-    if kv_dtype not in DTYPE_BITS:
+    kv_dtypes = [name for name in DTYPE_BITS if name != "mxfp4"]
+    if kv_dtype not in kv_dtypes:
         raise ValueError(
-            f"--kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+            f"--kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(kv_dtypes)}"
         )
     block_size = r.take("block_size", DEFAULT_BLOCK_SIZE, "vLLM's default")
     config = _scheduler_config(r, shape, gpu)
@@ -176,6 +182,11 @@ def resolve(options: Options) -> Setup:
     limits = parse_limits(options.slo) if options.slo is not None else NO_LIMITS
     r.note("slo", str(limits) if limits else None, "given" if limits else "assumed")
     _driver_settings(r)
+    if tp > 8:
+        r.warnings.append(
+            f"GPU: {tp} GPUs are more than one machine usually holds; the links between machines are "
+            f"not modelled, all are taken to be {gpu.link}"
+        )
     r.warnings += [f"model: {text}" for text in shape.assumptions]
     r.warnings += [f"GPU: {text}" for text in gpu.assumptions]
     r.warnings += [f"KV: {text}" for text in layout.notes]
@@ -282,7 +293,7 @@ def _num_blocks(
         )
     r.note("num_blocks", num_blocks, "derived", "usable")
     _check_room(r, shape, gpu, layout, num_blocks, weight_dtype, tp, config)
-    check = check_max_model_len(num_blocks * layout.bytes_per_block, config.max_model_len, layout)
+    check = check_max_model_len(r.settings["kv_bytes"].value, config.max_model_len, layout)
     if not check.fits:
         r.warnings.append(
             f"KV: the pool holds {check.capacity_tokens:,} tokens, less than one request of "
@@ -351,12 +362,13 @@ def _check_room(
     activations = activation_bytes(
         shape, tp, config.max_num_batched_tokens, config.max_num_seqs
     ).peak
-    need = kv + weights + activations
+    need = kv + weights + activations + DEFAULT_RESERVE_BYTES
     share = r.options.gpu_memory_utilization or DEFAULT_UTILIZATION
     if need > gpu.memory_bytes * share:
         r.warnings.append(
             f"memory: {kv / GIB:.1f} GiB of KV, {weights / GIB:.1f} of weights and about "
-            f"{activations / GIB:.1f} of activations are {need / GIB:.1f} GiB of {gpu.name}'s "
+            f"{activations / GIB:.1f} of activations and {DEFAULT_RESERVE_BYTES / GIB:.0f} of reserve are "
+            f"{need / GIB:.1f} GiB of {gpu.name}'s "
             f"{gpu.memory_bytes / GIB:.1f}: "
             + (
                 "more than it has"

@@ -150,6 +150,8 @@ def _sentence(facts: Facts, state: State) -> str:
         "had not arrived by then": facts.num_not_arrived,
     }
     told = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if facts.num_refused == 1:
+        told[0] = "1 was refused"
     return f"{text} {', '.join(told)}." if told else text
 
 
