@@ -19,9 +19,6 @@ class Growth(NamedTuple):
     copies: list[BlockCopy]
 
 
-NO_GROWTH = Growth([], [])
-
-
 class BlockManager:
     """Allocates, shares, caches, swaps and frees the blocks of sequences.
 
@@ -179,7 +176,7 @@ class BlockManager:
         shared = self._shared_from(table, first_slot)
         need = self._missing(table, num_slots) + len(shared)
         if need == 0:
-            return NO_GROWTH
+            return Growth([], [])
         if need > self.pool.num_free:
             return None
         taken = self.pool.allocate(need)

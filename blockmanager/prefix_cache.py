@@ -18,7 +18,7 @@ class PrefixCache:
 
     def __init__(self) -> None:
         self._block_of: dict[BlockKey, int] = {}
-        self._duplicates: dict[BlockKey, list[int]] = {}
+        self._duplicates: dict[BlockKey, dict[int, None]] = {}  # in order of registration
         self._key_of: dict[int, BlockKey] = {}
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class PrefixCache:
         assert block not in self._key_of, f"block {block} is registered already"
         self._key_of[block] = key
         if key in self._block_of:
-            self._duplicates.setdefault(key, []).append(block)
+            self._duplicates.setdefault(key, {})[block] = None
         else:
             self._block_of[key] = block
 
@@ -47,9 +47,11 @@ class PrefixCache:
         duplicates = self._duplicates.get(key)
         if self._block_of[key] != block:
             assert duplicates is not None
-            duplicates.remove(block)
+            del duplicates[block]
         elif duplicates:
-            self._block_of[key] = duplicates.pop(0)
+            oldest = next(iter(duplicates))
+            del duplicates[oldest]
+            self._block_of[key] = oldest
         else:
             del self._block_of[key]
         if duplicates is not None and not duplicates:
@@ -81,7 +83,7 @@ class PrefixCache:
             f"{len(self._block_of)} keys are served, blocks carry {len(blocks_by_key)}"
         )
         for key, blocks in blocks_by_key.items():
-            served = [self._block_of[key], *self._duplicates.get(key, [])]
+            served = [self._block_of[key], *self._duplicates.get(key, {})]
             assert sorted(served) == sorted(blocks), (
                 f"key {key.hex()[:12]} serves blocks {served}, blocks {sorted(blocks)} carry it"
             )

@@ -61,7 +61,8 @@ def _closest(wanted: str, spellings: Iterable[str]) -> list[str]:
 def as_path(name_or_path: str | Path) -> Path | None:
     """The path that ``name_or_path`` means, or None where it is a name.
 
-    A path is a ``Path``, ends with ``.json``, or has a separator and exists (``./my-model``);
+    A path is a ``Path``, ends with ``.json``, is a folder with a ``config.json``, or has a separator
+    and exists (``./my-model``);
     ``meta-llama/Llama-3.1-8B`` is a name as long as there is no such folder here.
     """
     if isinstance(name_or_path, Path):
@@ -70,6 +71,8 @@ def as_path(name_or_path: str | Path) -> Path | None:
     if name_or_path.endswith(".json"):
         return path
     has_separator = "/" in name_or_path or "\\" in name_or_path
+    if (path / "config.json").is_file():
+        return path
     if has_separator and (path.exists() or name_or_path.startswith(("/", "./", "../", "~"))):
         return path.expanduser()
     return None

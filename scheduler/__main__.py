@@ -30,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="replay a scenario file and print one JSON object a step",
         description="Replay a scenario and print its decisions, one JSON object a step: who was granted how "
         "many tokens, admitted, preempted and finished, which blocks were taken, hit and evicted. "
-        "Field by field the decision log of vLLM's scheduler for the same scenario.",
+        "Field by field the decision log of vLLM's scheduler for the same scenario, but for requests "
+        "that can never be served: those are refused at arrival (`refuse`).",
     )
     command.add_argument("scenario", type=Path, metavar="SCENARIO.json")
     command.add_argument(

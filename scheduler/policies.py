@@ -28,7 +28,10 @@ class Policy(Protocol):
         """Sort key in the waiting queue, smallest first; asked when the sequence enters the queue."""
 
     def victim(self, running: Seq[Sequence], requester: Sequence) -> int:
-        """Index into ``running`` of the sequence to preempt so that ``requester`` gets a block."""
+        """Index into ``running`` of the sequence to preempt so that ``requester`` gets a block.
+
+        Naming the requester itself ends the turn of the running ones in this step, as in vLLM.
+        """
 
     def admit(self, sequence: Sequence, state: PoolState) -> bool:
         """Whether the head of the queue may be admitted now, should it fit. False ends the scan."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from blockmanager.content import Content, HashedContent
 from blockmanager.manager import BlockManager, Growth
 from blockmanager.table import BlockCopy, BlockTransfer
 from scheduler.config import SchedulerConfig
@@ -43,6 +44,9 @@ class RequestRefusedError(ValueError):
 
 
 _NO_BLOCKS = np.zeros(0, np.int64)
+
+_SLACK = 64
+"""Dead entries that a heap may hold before it is worth clearing them out."""
 
 
 class _Grant(NamedTuple):
@@ -99,6 +103,12 @@ class _Step:
             self.columns = None
 
 
+def _prompt_of_its_own(request: Request, block_size: int) -> Content:
+    """Identity of a prompt of unknown tokens, equal to itself only under a salt of its own."""
+    num_blocks = -(-request.num_prompt_tokens // block_size)
+    return HashedContent(np.arange(num_blocks), block_size, request.num_prompt_tokens)
+
+
 class Scheduler:
     """Decides steps over one block manager.
 
@@ -125,7 +135,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting = WaitingQueue(self.policy.queue_key)
         self.swapped = WaitingQueue(self.policy.queue_key)
-        self._of_request: dict[str, list[Sequence]] = {}
+        self._of_request: dict[str, dict[Sequence, None]] = {}
         self._deadlines: list[tuple[int, int, str]] = []
         self._num_added = 0
         self._num_preemptions = 0
@@ -201,20 +211,27 @@ class Scheduler:
         if reason is not None:
             raise RequestRefusedError(request.id, reason)
         separate = request.n > 1 and self.config.parallel_sampling == "separate"
-        family: list[Sequence] = []
+        family: dict[Sequence, None] = {}
         self._of_request[request.id] = family
+        content, extra_keys = request.content, request.extra_keys
+        if separate and content is None:
+            # Whatever the prompt is, it is the same for all of them.
+            content = _prompt_of_its_own(request, self.blocks.block_size)
+            extra_keys = replace(extra_keys, salt=f"outputs of sequence {self._num_added}")
         for index in range(request.n if separate else 1):
             sequence = self._new_sequence(request, index, 1 if separate else request.n)
-            sequence.table = self.blocks.new_table(
-                request.content, request.num_prompt_tokens, request.extra_keys
-            )
+            sequence.table = self.blocks.new_table(content, request.num_prompt_tokens, extra_keys)
             row = sequence.row
             self.arrays.num_tokens[row] = request.num_prompt_tokens
             self.arrays.num_keys[row] = sequence.table.num_keys
-            family.append(sequence)
+            family[sequence] = None
             self.waiting.push(sequence)
         if request.deadline_ns is not None:
             heappush(self._deadlines, (request.deadline_ns, self._num_added, request.id))
+            if len(self._deadlines) > 2 * len(self._of_request) + _SLACK:
+                # Most of them are of requests that have ended.
+                self._deadlines = [e for e in self._deadlines if e[2] in self._of_request]
+                heapify(self._deadlines)
         return list(family)
 
     def _new_sequence(self, request: Request, index: int, slots: int) -> Sequence:
@@ -247,13 +264,17 @@ class Scheduler:
         ]
 
     def abort_output(self, sequence: Sequence, reason: str = "aborted") -> Finished:
-        """End one of a request's outputs; the others go on."""
+        """End one of a request's outputs; the others go on.
+
+        Raises ``ValueError`` for one that has ended already.
+        """
         if sequence.state is SequenceState.RUNNING:
             self._remove_running(self.running.index(sequence))
         elif sequence.state is SequenceState.SWAPPED:
             self.swapped.remove(sequence)
         else:
-            assert sequence.state is SequenceState.WAITING, f"{sequence} has ended already"
+            if sequence.state is not SequenceState.WAITING:
+                raise ValueError(f"output {sequence.id} has ended already")
             self.waiting.remove(sequence)
         return self._finish(sequence, reason)
 
@@ -264,7 +285,7 @@ class Scheduler:
             deadline, _, request_id = heappop(self._deadlines)
             family = self._of_request.get(request_id)
             # The id may have been used again by a request with another deadline.
-            if family and family[0].request.deadline_ns == deadline:
+            if family and next(iter(family)).request.deadline_ns == deadline:
                 finished += self.abort(request_id, "timed_out")
         return finished
 
@@ -757,12 +778,10 @@ class Scheduler:
 
     def _fork_samples(self, parent: Sequence) -> Fork:
         """Split a request with n outputs into n sequences, at its first token."""
-        children = []
-        for index in range(1, parent.slots):
-            parent.slots -= 1  # reserved at admission for just this
-            self._extra_slots -= 1
-            children.append(self.fork(parent, index))
-        return Fork(parent, children)
+        num_children = parent.slots - 1  # their slots were reserved at its admission
+        self._extra_slots -= num_children
+        parent.slots = 1
+        return Fork(parent, self._fork(parent, range(1, num_children + 1)))
 
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A running copy of a running sequence, on the same blocks; it takes a slot of its own.
@@ -777,24 +796,31 @@ class Scheduler:
             raise ValueError(
                 f"no slot to fork {parent.id}: max_num_seqs is {self.config.max_num_seqs}"
             )
+        return self._fork(parent, range(index, index + 1))[0]
+
+    def _fork(self, parent: Sequence, indices: range) -> list[Sequence]:
         arrays = self.arrays
-        child = self._new_sequence(parent.request, index, slots=1)
-        for name in SequenceArrays.COLUMNS:
-            column = getattr(arrays, name)
-            column[child.row] = column[parent.row]
-        child.table = self.blocks.fork(parent.table)
-        child.state = SequenceState.RUNNING
-        child.was_admitted = True
-        arrays.shared[parent.row] = arrays.shared[child.row] = True
-        family = self._of_request[parent.request.id]
-        family.append(child)
-        # Beside the rest of its family: they were admitted together.
-        last = max(
-            i for i, sequence in enumerate(self.running) if sequence.request is parent.request
+        children = []
+        for index in indices:
+            child = self._new_sequence(parent.request, index, slots=1)
+            for name in SequenceArrays.COLUMNS:
+                column = getattr(arrays, name)
+                column[child.row] = column[parent.row]
+            child.table = self.blocks.fork(parent.table)
+            child.state = SequenceState.RUNNING
+            child.was_admitted = True
+            arrays.shared[parent.row] = arrays.shared[child.row] = True
+            children.append(child)
+        self._of_request[parent.request.id].update(dict.fromkeys(children))
+        # Beside the rest of the family: they were admitted together.
+        end = len(self.running) - next(
+            i
+            for i, sequence in enumerate(reversed(self.running))
+            if sequence.request is parent.request
         )
-        self.running.insert(last + 1, child)
+        self.running[end:end] = children
         self._running_rows = None
-        return child
+        return children
 
     # -- bookkeeping -------------------------------------------------------------------------
 
@@ -816,7 +842,7 @@ class Scheduler:
         self.arrays.blocks_held[sequence.row] = 0
         self._retired_rows.append(sequence.row)
         family = self._of_request[sequence.request.id]
-        family.remove(sequence)
+        del family[sequence]
         if not family:
             del self._of_request[sequence.request.id]
         return Finished(sequence, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from scheduler.sequence import Sequence
@@ -48,3 +48,6 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         del self._entry_of[sequence]
+        if len(self._heap) > 2 * len(self._entry_of) + 64:  # most entries are dead
+            self._heap = [entry for entry in self._heap if self._is_live(entry)]
+            heapify(self._heap)

@@ -156,8 +156,18 @@ def _run_parser() -> argparse.ArgumentParser:
     add("--watermark", type=float, metavar="F", help="share of blocks an admission leaves free (0)")
     add("--swap-space", metavar="SIZE", help="host memory a GPU, for --preemption-mode swap")
     add = parser.add_argument_group("scheduler, named as in vLLM").add_argument
-    add("--max-num-seqs", type=int, metavar="N", help="sequences at once (256)")
-    add("--max-num-batched-tokens", type=int, metavar="N", help="token budget of a step (8192)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="sequences at once (1024 on a GPU of 70 GiB or more, no A100; else 256)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="token budget of a step (8192 on a GPU of 70 GiB or more, no A100; else 2048)",
+    )
     add(
         "--max-model-len",
         type=int,

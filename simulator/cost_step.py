@@ -37,6 +37,15 @@ class RunPrice(NamedTuple):
     flops: npt.NDArray[np.float64]
     bytes: npt.NDArray[np.float64]
 
+    @classmethod
+    def of(cls, price: StepPrice) -> RunPrice:
+        """A run of one step."""
+        return cls(np.array([price.duration_ns]), np.array([price.flops]), np.array([price.bytes]))
+
+    @property
+    def first(self) -> StepPrice:
+        return StepPrice(int(self.duration_ns[0]), float(self.flops[0]), float(self.bytes[0]))
+
 
 class CostModel(Protocol):
     """How long a step takes, from its features alone."""

@@ -85,11 +85,7 @@ class Recorder:
         self._first_ns: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._max_gap: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._carried_preemptions = 0
-
-    @property
-    def num_open(self) -> int:
-        """Requests that arrived and have no row yet."""
-        return len(self._tallies)
+        self._carried_transfers = 0
 
     def _fit(self, sequences: Seq[Sequence]) -> None:
         """Make room for the rows of new sequences and clear what their last users left."""
@@ -112,8 +108,17 @@ class Recorder:
         self._write(_Tally(request, 0), "refused", reason, request.arrival_ns)
 
     def idle_preemptions(self, plan: StepPlan) -> None:
-        """A plan in which nobody computes takes no time and has no row; its preemptions count."""
+        """A plan in which nobody computes takes no time and has no row; what it did counts in the
+        next one."""
         self._carried_preemptions += len(plan.preempted)
+        self._carried_transfers += len(plan.swapped_out)
+
+    def started(self, plan: StepPlan, start_ns: int) -> None:
+        """A step begins: whoever was admitted has been scheduled, whatever becomes of it."""
+        for admission in plan.admitted:
+            tally = self._tallies[admission.sequence.request.id]
+            if tally.first_scheduled_ns is None:
+                tally.first_scheduled_ns = start_ns
 
     def step(
         self,
@@ -125,10 +130,6 @@ class Recorder:
     ) -> None:
         """A step that started at ``start_ns`` is over."""
         now = start_ns + price.duration_ns
-        for admission in plan.admitted:
-            tally = self._tallies.get(admission.sequence.request.id)
-            if tally is not None and tally.first_scheduled_ns is None:
-                tally.first_scheduled_ns = start_ns
         for fork in outcome.forked:
             self._forked(fork)
         self._tokens(outcome, now)
@@ -146,14 +147,14 @@ class Recorder:
                 blocks_used=self._num_blocks - plan.num_free_blocks,
                 preemptions=len(plan.preempted) + self._carried_preemptions,
                 copies=len(plan.copies),
-                transfers=len(plan.swapped_in) + len(plan.swapped_out),
+                transfers=len(plan.swapped_in) + len(plan.swapped_out) + self._carried_transfers,
                 blocked_by=BLOCKED_CODES[plan.blocked_by] if plan.blocked_by else 0,
                 flops=price.flops,
                 bytes=price.bytes,
                 replica=self._replica,
             )
         )
-        self._carried_preemptions = 0
+        self._carried_preemptions = self._carried_transfers = 0
         self.finished(outcome.finished, now)
 
     def equal_steps(
@@ -165,7 +166,7 @@ class Recorder:
         num_running: int,
     ) -> None:
         """Several steps that were run as one: the rows and gaps are those of single steps."""
-        durations = prices.durations_ns
+        durations = prices.duration_ns
         count, batch = len(durations), len(plan.sequences)
         ends = start_ns + np.cumsum(durations)
         now = int(ends[-1])
@@ -177,6 +178,10 @@ class Recorder:
         self.gaps.add_array(durations[1:], batch)
         taken = np.concatenate([[0], np.cumsum(outcome.blocks_taken)])
         context = int(plan.computed_before.sum()) + batch
+        preemptions = np.zeros(count, np.int64)
+        preemptions[0] = self._carried_preemptions
+        self._carried_preemptions = 0
+        assert not self._carried_transfers, "transfers are priced in a step of their own"
         self.steps.extend(
             count,
             {
@@ -189,7 +194,7 @@ class Recorder:
                 "running": num_running,
                 "waiting": plan.num_waiting,
                 "blocks_used": self._num_blocks - plan.num_free_blocks + taken,
-                "preemptions": 0,
+                "preemptions": preemptions,
                 "copies": 0,
                 "transfers": 0,
                 "blocked_by": BLOCKED_CODES[plan.blocked_by] if plan.blocked_by else 0,

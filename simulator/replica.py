@@ -8,6 +8,7 @@ or after its arrival. Time is integer nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,13 +18,16 @@ from simpy.events import NORMAL, Event, EventPriority
 from scheduler.plan import StepPlan, StepResult, Stop
 from scheduler.request import Request
 from scheduler.scheduler import RequestRefusedError, Scheduler
-from simulator.cost_step import CostModel
+from simulator.cost_step import CostModel, RunPrice
 from simulator.recorder import Recorder
 from traces.workload import Arrival, Workload
 
 _STEP_END = NORMAL
 _ARRIVAL = EventPriority(NORMAL + 1)
 _STEP_START = EventPriority(NORMAL + 2)
+
+_MOST_STEPS = 4096
+"""Steps in one run at most: enough to make the rest of a run's cost vanish."""
 
 Process = Generator[Event, Any, None]
 
@@ -49,8 +53,10 @@ class Replica:
         What decides, what prices, what remembers.
     until_ns
         No step ends and no request arrives after this time; ``None`` = run until all is served.
+    fast_forward
+        Run equal decode steps as one. The record is the same, byte for byte; False is for tests.
     on_progress
-        Called after each step.
+        Called after each step, or run of equal steps.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Replica:
         workload: Workload,
         *,
         until_ns: int | None = None,
+        fast_forward: bool = True,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._env = env
@@ -70,10 +77,13 @@ class Replica:
         self._recorder = recorder
         self._workload = workload
         self._until_ns = until_ns
+        self._fast_forward = fast_forward
+        self._last_step_ns = 1
         self._on_progress = on_progress
         self._targets = np.zeros(0, np.int64)
         self._output_tokens: dict[str, int] = {}
         self._wake: Event | None = None
+        self._carried_swaps = 0
         env.process(self._arrivals(workload.initial()))
         env.process(self._serve())
 
@@ -138,34 +148,77 @@ class Replica:
                 self._wake = env.event()
                 yield self._wake
                 continue
-            plan = scheduler.schedule()
+            plan = scheduler.schedule(self._longest_run())
             if not plan:
                 yield from self._stand_still(plan)
                 continue
             start_ns = self._now
             num_running = len(scheduler.running)
-            price = self._cost.price(plan.features())
-            assert price.duration_ns > 0, f"the cost model says {price.duration_ns} ns for a step"
-            if self._until_ns is not None and start_ns + price.duration_ns > self._until_ns:
+            self._recorder.started(plan, start_ns)
+            prices = self._price(plan, start_ns)
+            count = len(prices.duration_ns)
+            duration_ns = int(prices.duration_ns.sum())
+            self._last_step_ns = int(prices.duration_ns[-1])
+            if self._until_ns is not None and start_ns + duration_ns > self._until_ns:
                 yield Moment(env, self._until_ns - start_ns, _STEP_START)
                 self._expire(self._until_ns)
                 return
-            yield Moment(env, price.duration_ns, _STEP_END)
+            yield Moment(env, duration_ns, _STEP_END)
             # A deadline that fell inside the step was missed, whatever the step brought.
             self._expire(self._now - 1)
-            stops = self._stops(plan)
-            outcome = scheduler.update(plan, StepResult(price.duration_ns, stops=stops))
+            stops = self._stops(plan, count)
+            outcome = scheduler.update(plan, StepResult(duration_ns, stops=stops, num_steps=count))
             for fork in outcome.forked:
                 for child in fork.children:
                     self._set_target(child.row, self._output_tokens[child.request.id])
-            self._recorder.step(plan, outcome, start_ns, price, num_running)
+            if count == 1:
+                self._recorder.step(plan, outcome, start_ns, prices.first, num_running)
+            else:
+                self._recorder.equal_steps(plan, outcome, start_ns, prices, num_running)
             for sequence, _ in outcome.finished:
                 self._ended(sequence.request)
             self._on_progress()
 
+    def _longest_run(self) -> int:
+        """Steps that are worth asking for: about as many as end before the next event."""
+        if not self._fast_forward:
+            return 1
+        pause = self._env.peek() - self._now
+        if pause > _MOST_STEPS * self._last_step_ns:
+            return _MOST_STEPS
+        return int(pause) // self._last_step_ns + 2
+
+    def _price(self, plan: StepPlan, start_ns: int) -> RunPrice:
+        """Prices of the steps to run as one: of those that the plan offers, none that would start
+        with or after an arrival, end after a deadline or the end of the run, or follow an output's
+        last token."""
+        features = plan.features()
+        if self._carried_swaps:  # of a plan in which nobody computed
+            swaps = features.num_swapped_out + self._carried_swaps
+            features = replace(features, num_swapped_out=swaps)
+            self._carried_swaps = 0
+            return RunPrice.of(self._cost.price(features))
+        count = plan.num_steps
+        if count > 1:
+            arrays, rows = self._scheduler.arrays, plan.rows
+            outputs = arrays.num_tokens[rows] - arrays.num_prompt[rows]
+            count = min(count, int((self._targets[rows] - outputs).min()))
+        if count <= 1:
+            return RunPrice.of(self._cost.price(features))
+        prices = self._cost.price_steps(features, count)
+        ends = start_ns + np.cumsum(prices.duration_ns)
+        next_event = self._env.peek()
+        if next_event <= int(ends[-1]):
+            count = int(np.searchsorted(ends, next_event, side="left")) + 1
+        for latest in (self._scheduler.next_deadline(), self._until_ns):
+            if latest is not None and latest < int(ends[count - 1]):
+                count = max(1, int(np.searchsorted(ends, latest, side="right")))
+        return RunPrice(prices.duration_ns[:count], prices.flops[:count], prices.bytes[:count])
+
     def _stand_still(self, plan: StepPlan) -> Process:
         """Nobody can compute now: wait for what could change that."""
         self._recorder.idle_preemptions(plan)
+        self._carried_swaps += len(plan.swapped_out)
         self._scheduler.update(plan, StepResult(0))
         if plan.preempted:
             return  # the room is there at once
@@ -189,10 +242,10 @@ class Replica:
             return
         self._follow(request, self._output_tokens.pop(request.id))
 
-    def _stops(self, plan: StepPlan) -> list[Stop]:
-        """Outputs that reach their true length with this step's token."""
+    def _stops(self, plan: StepPlan, num_steps: int) -> list[Stop]:
+        """Outputs that reach their true length with the last of these steps' tokens."""
         arrays, rows = self._scheduler.arrays, plan.rows
-        outputs = arrays.num_tokens[rows] - arrays.num_prompt[rows] + 1
+        outputs = arrays.num_tokens[rows] - arrays.num_prompt[rows] + num_steps
         ends = np.flatnonzero(plan.samples & (outputs >= self._targets[rows]))
         return [
             Stop(position, sample)
@@ -208,6 +261,7 @@ def simulate(
     workload: Workload,
     *,
     until_ns: int | None = None,
+    fast_forward: bool = True,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a workload on one replica until all is served (or until ``until_ns``).
@@ -216,6 +270,15 @@ def simulate(
     finish are ``unfinished``.
     """
     env = simpy.Environment()
-    Replica(env, scheduler, cost, recorder, workload, until_ns=until_ns, on_progress=on_progress)
+    Replica(
+        env,
+        scheduler,
+        cost,
+        recorder,
+        workload,
+        until_ns=until_ns,
+        fast_forward=fast_forward,
+        on_progress=on_progress,
+    )
     env.run()
     recorder.unfinished([*scheduler.running, *scheduler.swapped, *scheduler.waiting])

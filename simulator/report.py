@@ -101,7 +101,8 @@ def _what_was_run(setup: Setup, trace: Trace, origin: str) -> list[str]:
     lines = ["Run"]
     lines += _line(
         "trace",
-        f"{trace.path.name} ({trace.format}): {len(arrivals):,} requests over {format_seconds(span)}"
+        f"{trace.path.name} ({trace.format}): {len(arrivals):,} request"
+        f"{'s' if len(arrivals) > 1 else ''} over {format_seconds(span)}"
         f"{rate}",
     )
     if origin:

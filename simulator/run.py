@@ -151,7 +151,7 @@ def run_settings(setup: Setup, trace: Trace) -> dict[str, Any]:
         "peak_bandwidth": setup.gpu.memory_bandwidth,
         "cost_model_assumes": setup.cost.describe(),
         "warnings": setup.warnings,
-        "seed": None,
+        "seed": None,  # nothing in a run is drawn by chance
         "device": "simulated",
         "versions": {
             "kvplan": package_version(),

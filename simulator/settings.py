@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from blockmanager.ledger import KVLayout, blocks_in_budget, check_max_model_len, parse_bytes
-from blockmanager.ledger_gpu import activation_bytes, gpu_budget, weight_bytes
+from blockmanager.ledger import (
+    KVLayout,
+    blocks_in_budget,
+    check_max_model_len,
+    parse_bytes,
+    requests_that_fit,
+)
+from blockmanager.ledger_gpu import (
+    DEFAULT_RESERVE_BYTES,
+    activation_bytes,
+    gpu_budget,
+    weight_bytes,
+)
 from blockmanager.manager import BlockManager
 from catalog import DTYPE_BITS, GPU, ModelShape, load_gpu, load_model
 from catalog.gpus import peak_flops
@@ -23,8 +34,6 @@ Source = Literal["given", "derived", "assumed"]
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-sxm"
 DEFAULT_UTILIZATION = 0.9
-DEFAULT_MAX_NUM_SEQS = 256
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 8192
 DEFAULT_BLOCK_SIZE = 16
 GIB = 2**30
 MAX_INT = 2**31 - 1
@@ -144,14 +153,15 @@ def resolve(options: Options) -> Setup:
         )
     own_kv = shape.native_dtype if DTYPE_BITS[shape.native_dtype] == 16 else "bf16"
     kv_dtype = r.take("kv_cache_dtype", own_kv, "as the activations")
-    if kv_dtype not in DTYPE_BITS:
+    kv_dtypes = [name for name in DTYPE_BITS if name != "mxfp4"]
+    if kv_dtype not in kv_dtypes:
         raise ValueError(
-            f"--kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+            f"--kv-cache-dtype is {kv_dtype!r}, expected one of {', '.join(kv_dtypes)}"
         )
     block_size = r.take("block_size", DEFAULT_BLOCK_SIZE, "vLLM's default")
-    config = _scheduler_config(r, shape)
+    config = _scheduler_config(r, shape, gpu)
     layout = KVLayout.of(shape, kv_dtype, tp, block_size)
-    num_blocks = _num_blocks(r, shape, gpu, layout, weight_dtype, tp, config)
+    num_blocks, config = _num_blocks(r, shape, gpu, layout, weight_dtype, tp, config)
     swap_blocks = _swap_blocks(r, layout, config)
     watermark = r.take("watermark", 0.0, "vLLM V1's default")
     if not 0 <= watermark < 1:
@@ -172,6 +182,11 @@ def resolve(options: Options) -> Setup:
     limits = parse_limits(options.slo) if options.slo is not None else NO_LIMITS
     r.note("slo", str(limits) if limits else None, "given" if limits else "assumed")
     _driver_settings(r)
+    if tp > 8:
+        r.warnings.append(
+            f"GPU: {tp} GPUs are more than one machine usually holds; the links between machines are "
+            f"not modelled, all are taken to be {gpu.link}"
+        )
     r.warnings += [f"model: {text}" for text in shape.assumptions]
     r.warnings += [f"GPU: {text}" for text in gpu.assumptions]
     r.warnings += [f"KV: {text}" for text in layout.notes]
@@ -195,14 +210,18 @@ def resolve(options: Options) -> Setup:
     )
 
 
-def _scheduler_config(r: _Resolver, shape: ModelShape) -> SchedulerConfig:
+def _scheduler_config(r: _Resolver, shape: ModelShape, gpu: GPU) -> SchedulerConfig:
     max_model_len = r.take("max_model_len", shape.max_model_len, "the model's", "derived")
     chunked = r.take("enable_chunked_prefill", True, "vLLM V1's default")
-    budget, note = DEFAULT_MAX_NUM_BATCHED_TOKENS, "vLLM's server on a GPU of 70 GiB or more"
+    # As vLLM's server chooses (vllm/engine/arg_utils.py).
+    is_large = gpu.memory_bytes >= 70 * GIB and "a100" not in gpu.name.lower()
+    budget, max_num_seqs = (8192, 1024) if is_large else (2048, 256)
+    note = f"vLLM's server on {'a GPU of 70 GiB or more, no A100' if is_large else 'this GPU'}"
+    seqs_note = note
     if not chunked and max_model_len > budget:
         budget, note = max_model_len, "max_model_len, as chunked prefill is off"
     return SchedulerConfig(
-        max_num_seqs=r.take("max_num_seqs", DEFAULT_MAX_NUM_SEQS, "vLLM's default on most GPUs"),
+        max_num_seqs=r.take("max_num_seqs", max_num_seqs, seqs_note),
         max_num_batched_tokens=r.take("max_num_batched_tokens", budget, note),
         max_model_len=max_model_len,
         enable_chunked_prefill=chunked,
@@ -221,8 +240,12 @@ def _num_blocks(
     weight_dtype: str,
     tp: int,
     config: SchedulerConfig,
-) -> int:
-    """Usable blocks of one GPU, from whichever way the memory was given."""
+) -> tuple[int, SchedulerConfig]:
+    """Usable blocks of one GPU, from whichever way the memory was given.
+
+    Where a request has a fixed part (windows, states) that is set aside from the budget for as
+    many requests as can be there at once; the configuration is returned with no more slots.
+    """
     options = r.options
     given = [flag for flag in ("kv_gb", "num_gpu_blocks") if getattr(options, flag) is not None]
     if len(given) > 1:
@@ -248,16 +271,20 @@ def _num_blocks(
         else:
             budget = _budget_left(r, shape, gpu, weight_dtype, tp, config)
             r.note("kv_bytes", budget, "derived", "what the GPU has left")
-        # Windows and states are fixed costs of a request; the pool is what grows.
-        fixed = 0 if layout.is_uniform else config.max_num_seqs
+        fixed = 0
+        if not layout.is_uniform and layout.bytes_per_token:
+            longest = max((group.window for group in layout.groups), default=0)
+            fixed = min(config.max_num_seqs, requests_that_fit(budget, max(longest, 1), layout))
+            if 0 < fixed < config.max_num_seqs:
+                config = replace(config, max_num_seqs=fixed)
+                r.note("max_num_seqs", fixed, "derived", "as many windows as the memory holds")
+            r.warnings.append(
+                f"KV: the window and state layers of {fixed} requests are set aside from the budget, "
+                "and no more may run at once; the pool's blocks are those of the layers that grow"
+            )
         num_blocks = blocks_in_budget(budget, layout, num_requests=fixed)
         if num_blocks < 1:
-            raise ValueError(_no_block(budget, layout, fixed))
-        if fixed and layout.bytes_per_token:
-            r.warnings.append(
-                f"KV: the window and state layers of max_num_seqs = {fixed} requests are set aside "
-                "from the budget; the pool's blocks are those of the layers that grow"
-            )
+            raise ValueError(_no_block(budget, layout))
         r.note("num_gpu_blocks", num_blocks + 1, "derived", "as vLLM counts: with its null block")
     if not layout.bytes_per_token:
         r.warnings.append(
@@ -266,13 +293,13 @@ def _num_blocks(
         )
     r.note("num_blocks", num_blocks, "derived", "usable")
     _check_room(r, shape, gpu, layout, num_blocks, weight_dtype, tp, config)
-    check = check_max_model_len(num_blocks * layout.bytes_per_block, config.max_model_len, layout)
+    check = check_max_model_len(r.settings["kv_bytes"].value, config.max_model_len, layout)
     if not check.fits:
         r.warnings.append(
             f"KV: the pool holds {check.capacity_tokens:,} tokens, less than one request of "
             f"max_model_len {config.max_model_len:,}; vLLM would not start with this"
         )
-    return num_blocks
+    return num_blocks, config
 
 
 def _size(flag: str, text: str) -> int:
@@ -288,7 +315,9 @@ def _size(flag: str, text: str) -> int:
 def _budget_left(
     r: _Resolver, shape: ModelShape, gpu: GPU, weight_dtype: str, tp: int, config: SchedulerConfig
 ) -> int:
-    share = r.take("gpu_memory_utilization", DEFAULT_UTILIZATION, "vLLM's default")
+    share = r.take(
+        "gpu_memory_utilization", DEFAULT_UTILIZATION, "vLLM's default up to 0.24, 0.92 since"
+    )
     budget = gpu_budget(
         gpu,
         shape,
@@ -307,16 +336,13 @@ def _budget_left(
     return budget.kv_bytes
 
 
-def _no_block(budget: int, layout: KVLayout, fixed: int) -> str:
+def _no_block(budget: int, layout: KVLayout) -> str:
     text = (
         f"a KV budget of {budget / GIB:.6g} GiB holds not one block: a block of {layout.block_size} "
         f"tokens takes {layout.bytes_per_block:,} bytes"
     )
-    if fixed and layout.bytes_per_token:
-        text += (
-            f", after what the window and state layers of {fixed} requests take; "
-            "lower --max-num-seqs or give more memory"
-        )
+    if not layout.is_uniform:
+        text += ", besides the window and state layers of each request"
     return text
 
 
@@ -336,12 +362,13 @@ def _check_room(
     activations = activation_bytes(
         shape, tp, config.max_num_batched_tokens, config.max_num_seqs
     ).peak
-    need = kv + weights + activations
+    need = kv + weights + activations + DEFAULT_RESERVE_BYTES
     share = r.options.gpu_memory_utilization or DEFAULT_UTILIZATION
     if need > gpu.memory_bytes * share:
         r.warnings.append(
             f"memory: {kv / GIB:.1f} GiB of KV, {weights / GIB:.1f} of weights and about "
-            f"{activations / GIB:.1f} of activations are {need / GIB:.1f} GiB of {gpu.name}'s "
+            f"{activations / GIB:.1f} of activations and {DEFAULT_RESERVE_BYTES / GIB:.0f} of reserve are "
+            f"{need / GIB:.1f} GiB of {gpu.name}'s "
             f"{gpu.memory_bytes / GIB:.1f}: "
             + (
                 "more than it has"
@@ -379,6 +406,8 @@ def _driver_settings(r: _Resolver) -> None:
         raise ValueError(f"--warm-start is {options.warm_start}, expected 0 or more requests")
     if options.warm_start and options.enable_prefix_caching is False:
         raise ValueError("--warm-start has no effect with --no-enable-prefix-caching")
+    if options.deadline is not None and options.deadline < 1e-9:
+        raise ValueError(f"--deadline is {options.deadline:g} s, expected at least 1 ns")
     for name in ("deadline", "until"):
         if (getattr(options, name) or 0) > 9e9:
             raise ValueError(

@@ -110,7 +110,9 @@ def _state(facts: Facts) -> State:
     # Where clients give up, the queue stops growing however long the overload lasts.
     if facts.num_gave_up >= enough and facts.pressed >= PRESSED:
         return "overloaded"
-    return "backlogged" if facts.queued_share >= QUEUED_SHARE else "stable"
+    if facts.queued_share >= QUEUED_SHARE or facts.num_timed_out >= enough:
+        return "backlogged"
+    return "stable"
 
 
 def _sentence(facts: Facts, state: State) -> str:
@@ -127,6 +129,8 @@ def _sentence(facts: Facts, state: State) -> str:
             if facts.is_one_burst
             else "the queue does not grow without end."
         )
+        if facts.queued_share < QUEUED_SHARE:
+            what = "clients give up before they are served to the end."
         text = (
             f"Backlogged: {facts.queued_share:.0%} of the requests waited longer than "
             f"two long steps, but {what}"
@@ -141,10 +145,13 @@ def _sentence(facts: Facts, state: State) -> str:
     counts = {
         "were refused": facts.num_refused,
         "gave up waiting": facts.num_gave_up,
+        "gave up while being served": facts.num_timed_out - facts.num_gave_up,
         "were not finished when the run was stopped": facts.num_unfinished,
         "had not arrived by then": facts.num_not_arrived,
     }
     told = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if facts.num_refused == 1:
+        told[0] = "1 was refused"
     return f"{text} {', '.join(told)}." if told else text
 
 

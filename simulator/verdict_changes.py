@@ -142,7 +142,7 @@ def faster_options(setup: Setup) -> Iterator[Option]:
     settings = setup.settings
     if settings["cost_model"].value == "no-cache":
         yield from _option(setup, "keep the KV cache", {"cost_model": "physical"})
-    if DTYPE_BITS[settings["weight_dtype"].value] == 16:
+    if DTYPE_BITS[settings["weight_dtype"].value] == 16 and "fp8" in setup.gpu.flops:
         yield from _option(setup, "8-bit weights (check the answers)", {"weight_dtype": "fp8"})
     if DTYPE_BITS[settings["kv_cache_dtype"].value] == 16:
         yield from _option(

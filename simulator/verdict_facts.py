@@ -123,6 +123,7 @@ class Facts:
         """Until it was scheduled or gave up, ns."""
         self.num_requests = int(np.count_nonzero(self.was_in))
         self.num_refused = int(np.count_nonzero(is_refused))
+        self.num_timed_out = int(np.count_nonzero(status == "timed_out"))
         self.num_gave_up = int(np.count_nonzero((status == "timed_out") & never))
         self.num_not_arrived = int(np.count_nonzero(~self.has_arrived))
         self.num_unfinished = int(np.count_nonzero(status == "unfinished")) - self.num_not_arrived
@@ -171,8 +172,6 @@ class Facts:
         )
         """Steps of that kind; all steps where there are none."""
         self.running: npt.NDArray[np.int64] = self.steps["running"]
-        self.demand = int(np.percentile(self.running + waiting, 95))
-        """Sequences that were there, running or waiting, most of the time at most."""
         self.running_blocked = max(_mean(self.running[self.is_blocked]), 1.0)
 
     def _mean_waiting(self, quarter: int) -> float:
@@ -272,6 +271,30 @@ class Facts:
             prefill=_mean(self.steps["prefill_tokens"][rows]),
             prompt=self.prompt,
         )
+
+    @property
+    def demand(self) -> int:
+        """Sequences to be served at once, most of the time at most.
+
+        Those that were there at the 95th percentile; but a backlog makes that too many, so no more
+        than the arrivals' peaks would bring in if nobody waited (Little's law: rate x time in
+        service, as many again as half of that or two standard deviations of a Poisson number).
+        """
+        there = int(np.percentile(self.running + self.steps["waiting"], 95))
+        done = self.e2e > self.ttft
+        if self.offered is None or not done.any():
+            return there
+        service_s = _mean((self.e2e - self.wait)[done]) / 1e9
+        mean = self.offered * service_s
+        return min(there, math.ceil(mean + max(mean / 2, 2 * math.sqrt(mean))))
+
+    @property
+    def token_stretch(self) -> float:
+        """Time per token that requests saw, over that of a decode-only step of the typical batch:
+        prefill in between makes it more than 1."""
+        seen = self.summary["tpot_s"]["p50"]
+        step = self.blocked_load.decode_step(self.setup.cost).duration_ns
+        return max(seen * 1e9 / step, 1.0) if seen else 1.0
 
     @property
     def offered(self) -> float | None:

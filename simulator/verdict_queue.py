@@ -103,9 +103,7 @@ def _sequence_limit(facts: Facts, state: State) -> Reason:
     if state == "overloaded":
         change = f"a higher --max-num-seqs: {target:,} at once serve about {number(gain)} x as much"
     else:
-        change = (
-            f"a higher --max-num-seqs: {facts.demand:,} sequences were there at the 95th percentile"
-        )
+        change = f"a higher --max-num-seqs: room for {facts.demand:,} sequences, as many as the peaks bring"
     if target < wanted:
         change += (
             f" (more than {target:,} would run out of blocks, token budget or the limit on TPOT)"
@@ -141,7 +139,8 @@ def _within_token_limit(facts: Facts, limit: int, target: int) -> int:
 def _keeps_token_limit(facts: Facts, cost: CostModel, factor: float) -> bool:
     """Whether ``factor`` times as many sequences could decode within the limit on TPOT, if any."""
     tpot = facts.limit_ns.get("tpot")
-    return tpot is None or facts.blocked_load.decode_step(cost, factor).duration_ns <= tpot
+    step_ns = facts.blocked_load.decode_step(cost, factor).duration_ns
+    return tpot is None or step_ns * facts.token_stretch <= tpot
 
 
 def _kv_capacity(
@@ -193,7 +192,7 @@ def _kv_capacity(
     if state == "overloaded":
         change += f", serves about {number(worth)} x as much"
     elif worth >= need:
-        change += f", room for the {facts.demand:,} sequences there at the 95th percentile"
+        change += f", room for {facts.demand:,} sequences, as many as the peaks bring"
     replicas = _still_needed(facts, state, worth)
     return Reason(kind, evidence, change + _and_replicas(replicas), changes, replicas)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler import RequestRefusedError, StepResult, Stop
+from scheduler import Request, RequestRefusedError, StepResult, Stop
 from tests.scheduling.helpers import Engine, make_request, make_scheduler, tokens
 
 
@@ -206,3 +206,13 @@ def test_backend_that_samples_too_few_is_an_error_of_ours() -> None:
     plan = scheduler.schedule()
     with pytest.raises(AssertionError, match="samples 2 tokens, the backend gave 1"):
         scheduler.update(plan, StepResult(1, token_ids=[[4]]))
+
+
+def test_separate_outputs_share_their_prompt_though_nobody_knows_its_tokens() -> None:
+    """One prompt is equal to itself: siblings hit its full blocks, other requests do not."""
+    scheduler = make_scheduler(40, 4, parallel_sampling="separate")
+    for name in ("a", "b"):
+        scheduler.add(Request(id=name, num_prompt_tokens=10, n=3, max_tokens=2))
+    plan = scheduler.schedule()
+    hits = {entry.sequence.id: len(entry.hit_blocks) for entry in plan.admitted}
+    assert hits == {"a#0": 0, "a#1": 2, "a#2": 2, "b#0": 0, "b#1": 2, "b#2": 2}

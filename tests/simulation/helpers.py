@@ -50,6 +50,7 @@ def run(
     policy: str = "fcfs",
     caching: bool = False,
     until_s: float | None = None,
+    fast_forward: bool = True,
     swap_blocks: int = 0,
     **config: Any,
 ) -> Run:
@@ -64,6 +65,7 @@ def run(
         recorder,
         OpenLoop(list(arrivals)),
         until_ns=None if until_s is None else round(until_s * NS),
+        fast_forward=fast_forward,
     )
     scheduler.check()
     return Run(recorder.requests.columns(), recorder.steps.columns(), recorder.gaps, scheduler)

@@ -642,22 +642,27 @@ def test_parallel_samples_share_their_prompt(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "n.jsonl", rows)
     fork = simulated(trace, parallel_sampling="fork")
     separate = simulated(trace, parallel_sampling="separate")
-    for result in (fork, separate):
+    alone = simulated(trace, parallel_sampling="separate", enable_prefix_caching=False)
+    for result in (fork, separate, alone):
         four = row_of(result, "four")
         assert (four["num_samples"], four["output_tokens"], four["decode_gaps"]) == (4, 80, 76)
         assert four["status"] == "completed"
         assert result.record.gaps.count == 76 + 19
         assert identity_errors(result.record.requests, result.record.gaps) == []
     # 6 full blocks once or four times, and ceil(119 / 16) - 6 = 2 of each of its own.
-    used = [int(r.record.steps["blocks_used"].max()) for r in (fork, separate) if r.record.steps]
-    assert used == [6 + 4 * 2 + 8, 4 * 8 + 8]
+    used = [
+        int(result.record.steps["blocks_used"].max())
+        for result in (fork, separate, alone)
+        if result.record.steps is not None
+    ]
+    assert used == [6 + 4 * 2 + 8, 6 + 4 * 2 + 8, 4 * 8 + 8]
     ran = command("--trace", trace)
     assert "2 completed" in ran.out
 
 
 def test_a_refused_group_says_how_many_outputs_it_wanted(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "n.jsonl", [row(0, 100, 20, n=300)])
-    assert "n = 300" in command("--trace", trace).out
+    assert "n = 300" in command("--trace", trace, "--max-num-seqs", 256).out
 
 
 def test_urgent_requests_go_first_under_the_priority_policy(tmp_path: Path) -> None:

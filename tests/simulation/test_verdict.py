@@ -317,9 +317,10 @@ def test_kv_capacity_beyond_the_gpu() -> None:
     assert said(load) == ("overloaded", "KV capacity")
     flags = dict(zip(load.verdict.flags[::2], load.verdict.flags[1::2], strict=True))
     assert flags["--kv-cache-dtype"] == "fp8"
-    room = "l4 has at most about 3.51 GiB"
+    # 21.7 GiB x 0.9, less weights, activations of 2,048 tokens (vLLM's default there) and reserve.
+    room = "l4 has at most about 3.99 GiB"
     assert any(room in evidence for evidence in load.verdict.evidence)
-    assert float(flags["--kv-gb"]) <= 3.51
+    assert float(flags["--kv-gb"]) <= 3.99
     assert load.verdict.replicas > 1
     better = load.changed()
     served = "output_tokens_per_s"
