@@ -19,7 +19,7 @@ from records.gaps import GapCounts
 from scheduler.plan import Finished, Fork, StepOutcome, StepPlan
 from scheduler.request import Request
 from scheduler.sequence import Sequence
-from simulator.cost_step import RunPrice, StepPrice
+from simulator.cost.step import RunPrice, StepPrice
 
 _NEVER = -1  # inside this module only: no token yet
 

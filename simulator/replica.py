@@ -18,7 +18,7 @@ from simpy.events import NORMAL, Event, EventPriority
 from scheduler.plan import StepPlan, StepResult, Stop
 from scheduler.request import Request
 from scheduler.scheduler import RequestRefusedError, Scheduler
-from simulator.cost_step import CostModel, RunPrice
+from simulator.cost.step import CostModel, RunPrice
 from simulator.recorder import Recorder
 from traces.workload import Arrival, Workload
 

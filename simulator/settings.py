@@ -27,7 +27,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.policies import load_policy
 from scheduler.scheduler import Scheduler
 from simulator.cost import cost_model_from_flag
-from simulator.cost_step import CostModel
+from simulator.cost.step import CostModel
 
 Source = Literal["given", "derived", "assumed"]
 

@@ -22,7 +22,7 @@ from simulator.cost import (
     PhysicalCost,
     cost_model_from_flag,
 )
-from simulator.cost_step import FULL, StepWork
+from simulator.cost.step import FULL, StepWork
 
 LAYERS = AttentionLayers(kind="full", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
 SMALL = ModelShape(

@@ -14,7 +14,7 @@ from records.gaps import GapCounts
 from scheduler import Request, Scheduler, SchedulerConfig, load_policy
 from scheduler.features import StepFeatures
 from simulator.cost import ConstantCost, CostModel
-from simulator.cost_step import StepPrice
+from simulator.cost.step import StepPrice
 from simulator.recorder import Recorder
 from simulator.replica import simulate
 from traces.workload import Arrival, OpenLoop

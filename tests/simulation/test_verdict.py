@@ -25,7 +25,7 @@ from simulator.__main__ import _run_parser, main
 from simulator.run import run
 from simulator.settings import Options, resolve
 from simulator.verdict import Verdict
-from simulator.verdict_changes import as_flags
+from simulator.verdict.changes import as_flags
 from traces import Arrival, Trace
 
 NS = 1_000_000_000

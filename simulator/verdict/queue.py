@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from simulator.cost_step import CostModel
-from simulator.verdict_changes import (
+from simulator.cost.step import CostModel
+from simulator.verdict.changes import (
     HEADROOM,
     LARGEST_FACTOR,
     PEAKS,
@@ -22,7 +22,7 @@ from simulator.verdict_changes import (
     more_gpus,
     what_if,
 )
-from simulator.verdict_facts import Facts, ms, number, shares
+from simulator.verdict.facts import Facts, ms, number, shares
 
 PRESSED = 0.7
 """Somebody waited in less than this share of the arrival time: what queued came in bursts."""

@@ -2,7 +2,7 @@
 
 Every rule looks at the run's rows, asks the cost model what a step of another size would take, and
 carries its evidence along. A change is named only where those prices say that it is worth it. The
-rules: ``verdict_queue`` for requests that wait, ``verdict_steps`` for those that are slow without
+rules: ``queue`` for requests that wait, ``steps`` for those that are slow without
 waiting. The thresholds are judgement calls, each named beside its rule; docs/verdict.md lists them.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from records.columns import Columns
 from records.gaps import GapCounts
 from simulator.settings import Setup
-from simulator.verdict_changes import (
+from simulator.verdict.changes import (
     PEAKS,
     Kind,
     Reason,
@@ -27,9 +27,9 @@ from simulator.verdict_changes import (
     more_blocks,
     most_blocks,
 )
-from simulator.verdict_facts import QUEUED_SHARE, Facts
-from simulator.verdict_queue import PRESSED, why_queued, with_replicas
-from simulator.verdict_steps import slow_first_token, slow_tokens
+from simulator.verdict.facts import QUEUED_SHARE, Facts
+from simulator.verdict.queue import PRESSED, why_queued, with_replicas
+from simulator.verdict.steps import slow_first_token, slow_tokens
 
 OVERLOAD_SHARE = 0.05
 """Share of all requests still waiting when the last one arrives (or that gave up waiting), from

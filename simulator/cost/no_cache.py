@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler.features import StepFeatures
-from simulator.cost_physical import PhysicalCost
-from simulator.cost_step import Amount, RunPrice, StepPrice, StepWork, TermModel
+from simulator.cost.physical import PhysicalCost
+from simulator.cost.step import Amount, RunPrice, StepPrice, StepWork, TermModel
 
 
 class NoCacheCost(TermModel):

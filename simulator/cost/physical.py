@@ -6,9 +6,9 @@ import math
 from typing import Literal, NamedTuple
 
 from catalog import DTYPE_BITS, GPU, AttentionLayers, KVDtype, ModelShape, WeightDtype, peak_flops
-from simulator.cost_efficiency import Efficiencies
-from simulator.cost_layers import Gemm, kv_elements, qk_dim, take_apart, total, v_dim
-from simulator.cost_step import FULL, Amount, StepWork, TermModel
+from simulator.cost.efficiency import Efficiencies
+from simulator.cost.layers import Gemm, kv_elements, qk_dim, take_apart, total, v_dim
+from simulator.cost.step import FULL, Amount, StepWork, TermModel
 
 _WEIGHT_ONLY = ("int4", "mxfp4")
 """Weights of these types are widened in the kernel and multiplied as 16-bit numbers."""

@@ -14,7 +14,7 @@ from records.gaps import GapCounts
 from records.metrics import meets
 from records.slo import Metric
 from scheduler.features import StepFeatures
-from simulator.cost_step import CostModel, StepPrice
+from simulator.cost.step import CostModel, StepPrice
 from simulator.settings import Setup
 
 Part = Literal["queue", "first token", "tokens"]

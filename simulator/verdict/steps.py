@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from simulator.verdict_changes import (
+from simulator.verdict.changes import (
     HEADROOM,
     LARGEST_FACTOR,
     WORTH,
@@ -20,7 +20,7 @@ from simulator.verdict_changes import (
     kv_left,
     kv_options,
 )
-from simulator.verdict_facts import Facts, Mask, ms, number, shares
+from simulator.verdict.facts import Facts, Mask, ms, number, shares
 
 SATURATED = 0.45
 """Share of a peak (FLOP/s or bandwidth) from which on it is what bounds a step; kernels reach

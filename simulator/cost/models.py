@@ -1,7 +1,4 @@
-"""Cost models: how long a step takes. The simple ones, and the choice among all of them.
-
-``physical`` and the model without a KV cache have files of their own.
-"""
+"""The simple cost models, and the choice among all of them from a flag."""
 
 from __future__ import annotations
 
@@ -9,22 +6,9 @@ import re
 from decimal import Decimal
 
 from catalog import GPU, KVDtype, ModelShape, WeightDtype
-from simulator.cost_efficiency import Efficiencies
-from simulator.cost_no_cache import NoCacheCost
-from simulator.cost_physical import PhysicalCost
-from simulator.cost_step import Amount, CostModel, RunPrice, StepPrice, StepWork, TermModel
-
-__all__ = [
-    "ConstantCost",
-    "CostModel",
-    "Efficiencies",
-    "LinearCost",
-    "NoCacheCost",
-    "PhysicalCost",
-    "RunPrice",
-    "StepPrice",
-    "cost_model_from_flag",
-]
+from simulator.cost.no_cache import NoCacheCost
+from simulator.cost.physical import PhysicalCost
+from simulator.cost.step import Amount, CostModel, StepWork, TermModel
 
 _NOT_KNOWN = "FLOPs and bytes of a step are unknown to this cost model: utilisation is not shown"
 

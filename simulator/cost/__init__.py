@@ -1,0 +1,19 @@
+"""Cost models: how long a step takes."""
+
+from simulator.cost.efficiency import Efficiencies
+from simulator.cost.models import ConstantCost, LinearCost, cost_model_from_flag
+from simulator.cost.no_cache import NoCacheCost
+from simulator.cost.physical import PhysicalCost
+from simulator.cost.step import CostModel, RunPrice, StepPrice
+
+__all__ = [
+    "ConstantCost",
+    "CostModel",
+    "Efficiencies",
+    "LinearCost",
+    "NoCacheCost",
+    "PhysicalCost",
+    "RunPrice",
+    "StepPrice",
+    "cost_model_from_flag",
+]
