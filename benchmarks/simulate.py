@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.measure import cpu_seconds
+from scheduler import Request
+from simulator.kernel_run import is_installed
 from simulator.run import run
-from simulator.settings import Options, resolve
-from traces import default_trace_path, read_trace
+from simulator.settings import Options, Setup, resolve
+from traces import Trace, default_trace_path, read_trace
+from traces.workload import Arrival
+
+
+def fixed_load(count: int, rate: float) -> Trace:
+    """Poisson arrivals of 1,024 prompt and 128 output tokens, of unknown content."""
+    times = np.cumsum(np.random.default_rng(1).exponential(1 / rate, count))
+    arrivals = [
+        Arrival(Request(id=str(i), arrival_ns=int(time_s * 1e9), num_prompt_tokens=1024), 128)
+        for i, time_s in enumerate(times.tolist())
+    ]
+    return Trace(
+        path=Path(f"1,024 in, 128 out at {rate:g}/s"),
+        format="made here",
+        sha256="",
+        num_rows=count,
+        arrivals=arrivals,
+        skipped=[],
+        notes=[],
+    )
 
 
 def simulated_traces(paths: list[Path], runs: int) -> Iterator[dict[str, Any]]:
-    for path in [default_trace_path(), *paths]:
-        trace = read_trace(path)
-        setup = resolve(Options(kv_gb="60"))
-        spread = cpu_seconds(lambda setup=setup, trace=trace: run(setup, trace), runs)
-        count = len(trace.arrivals)
-        yield {
-            "name": f"simulate {path.name}: {count:,} requests, 60 GiB",
-            "unit": "requests/CPU s",
-            "low": count / spread.high,
-            "median": count / spread.median,
-            "high": count / spread.low,
-        }
+    setup = resolve(Options(kv_gb="60"))
+    fixed = fixed_load(10_000, 6.0)
+    if is_installed():
+        yield _first_use(setup, fixed)
+    traces = [read_trace(default_trace_path()), fixed, *map(read_trace, paths)]
+    for trace in traces:
+        yield _row(trace, "", cpu_seconds(lambda trace=trace: run(setup, trace), runs))
+    for trace in traces[1:]:
+        if any(request.content is not None for request, _ in trace.arrivals):
+            continue  # the simple loop has served it already
+        simple = cpu_seconds(lambda trace=trace: run(setup, trace, compiled=False), 1)
+        yield _row(trace, ", simple loop", simple)
+
+
+def _row(trace: Trace, how: str, spread: Any) -> dict[str, Any]:
+    count = len(trace.arrivals)
+    return {
+        "name": f"simulate {trace.path.name}: {count:,}{how}",
+        "unit": "requests/CPU s",
+        "low": count / spread.high,
+        "median": count / spread.median,
+        "high": count / spread.low,
+    }
+
+
+def _first_use(setup: Setup, trace: Trace) -> dict[str, Any]:
+    """What the first compiled run of a process costs more than the next: loading, or compiling."""
+    start = time.process_time()
+    run(setup, trace)
+    first = time.process_time() - start
+    start = time.process_time()
+    run(setup, trace)
+    extra = first - (time.process_time() - start)
+    return {
+        "name": "first compiled run of a process, more than the next",
+        "unit": "s",
+        "low": extra,
+        "median": extra,
+        "high": extra,
+    }

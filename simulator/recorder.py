@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -204,6 +206,46 @@ class Recorder:
             },
         )
         self.finished(outcome.finished, now)
+
+    def compiled_steps(
+        self,
+        rows: npt.NDArray[np.int64],
+        flops: npt.NDArray[np.float64],
+        num_bytes: npt.NDArray[np.float64],
+    ) -> None:
+        """Steps of the compiled loop: ``rows`` has its columns (``kernel.START`` and so on)."""
+        if not len(rows):
+            return
+        names = (
+            "start_ns",
+            "duration_ns",
+            "prefill_tokens",
+            "decode_tokens",
+            "context_tokens",
+            "num_seqs",
+            "running",
+            "waiting",
+            "blocks_used",
+            "preemptions",
+            "blocked_by",
+        )
+        columns: dict[str, Any] = dict(zip(names, rows.T, strict=True))
+        columns |= {"copies": 0, "transfers": 0, "flops": flops, "bytes": num_bytes}
+        self.steps.extend(len(rows), columns | {"replica": self._replica})
+
+    def compiled_requests(self, requests: Seq[Request], columns: Mapping[str, Any]) -> None:
+        """Requests that the compiled loop served, in the order of their ends."""
+        self.num_done += len(requests)
+        self.requests.extend(
+            len(requests),
+            {
+                **columns,
+                "id": [request.id for request in requests],
+                "priority": [request.priority for request in requests],
+                "session_id": [request.session_id for request in requests],
+                "replica": self._replica,
+            },
+        )
 
     def _forked(self, fork: Fork) -> None:
         self._tallies[fork.parent.request.id].num_live += len(fork.children)

@@ -14,6 +14,7 @@ from records.metrics import summarize
 from records.run import RunRecord
 from scheduler.plan import StepResult
 from scheduler.scheduler import RequestRefusedError, Scheduler
+from simulator.kernel_run import WORTH_COMPILING, simulate_compiled, why_not
 from simulator.recorder import Recorder
 from simulator.replica import simulate
 from simulator.settings import Setting, Setup
@@ -37,11 +38,17 @@ def package_version() -> str:
 
 
 def run(
-    setup: Setup, trace: Trace, *, on_progress: Callable[[int], None] | None = None
+    setup: Setup,
+    trace: Trace,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+    compiled: bool | None = None,
 ) -> RunResult:
     """Replay a trace on one replica.
 
-    ``on_progress`` is called now and then with the number of requests that are done.
+    ``on_progress`` is called now and then with the number of requests that are done. ``compiled``
+    says whether the compiled loop is used where it can be; ``None`` = for long traces. The record is
+    the same either way.
     """
     scheduler = setup.scheduler()
     arrivals = _with_defaults(trace.arrivals, setup)
@@ -52,14 +59,21 @@ def run(
     recorder = Recorder(setup.num_blocks)
     until = setup.settings["until"].value
     until_ns = None if until is None else round(until * NS)
-    simulate(
-        scheduler,
-        setup.cost,
-        recorder,
-        OpenLoop(arrivals),
-        until_ns=until_ns,
-        on_progress=_throttled(on_progress, recorder),
-    )
+    tick = _throttled(on_progress, recorder)
+    compiled = len(arrivals) >= WORTH_COMPILING if compiled is None else compiled
+    if compiled and why_not(scheduler, setup.cost, arrivals, until_ns) is None:
+        simulate_compiled(
+            scheduler, setup.cost, recorder, arrivals, on_progress=on_progress or _silent
+        )
+    else:
+        simulate(
+            scheduler,
+            setup.cost,
+            recorder,
+            OpenLoop(arrivals),
+            until_ns=until_ns,
+            on_progress=tick,
+        )
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     settings = run_settings(setup, trace)
     evictions = scheduler.blocks.pool.num_evictions - evictions_before
@@ -110,6 +124,10 @@ def _with_defaults(arrivals: list[Arrival], setup: Setup) -> list[Arrival]:
             changes["deadline_ns"] = request.arrival_ns + round(deadline * NS)
         changed.append(Arrival(replace(request, **changes) if changes else request, output_tokens))
     return changed
+
+
+def _silent(done: int) -> None:
+    """Nobody watches."""
 
 
 def _throttled(on_progress: Callable[[int], None] | None, recorder: Recorder) -> Callable[[], None]:

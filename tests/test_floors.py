@@ -20,7 +20,7 @@ FLOORS: dict[str, set[str]] = {
     "traces": {"scheduler", "records", "blockmanager", "numpy", "pandas", "pyarrow"},
     "simulator": {
         *("catalog", "blockmanager", "scheduler", "records", "traces"),
-        *("numpy", "simpy", "pandas", "pyarrow", "matplotlib"),
+        *("numpy", "simpy", "pandas", "pyarrow", "matplotlib", "numba"),
     },
     "gpu_backend": {
         *("catalog", "blockmanager", "scheduler", "records", "traces"),
@@ -136,6 +136,17 @@ def test_library_stays_in_its_package(library: str, home: str) -> None:
     assert not wrong
 
 
+def test_the_compiler_stays_in_the_compiled_loop() -> None:
+    """It is optional at run time and slow to load."""
+    users = {
+        entry.path.name
+        for package in packages()
+        for entry in imports_of(package)
+        if entry.top == "numba"
+    }
+    assert users == {"kernel.py"}
+
+
 def test_every_package_has_a_floor() -> None:
     there = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert there - {"tests", "benchmarks", "notebooks", "docs"} <= FLOORS.keys()
@@ -192,7 +203,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-SLOW = {"torch", "pandas", "matplotlib", "pyarrow"}
+SLOW = {"torch", "pandas", "matplotlib", "pyarrow", "numba"}
 
 
 def test_planner_starts_without_slow_libraries() -> None:

@@ -52,10 +52,15 @@ def run(
     until_s: float | None = None,
     fast_forward: bool = True,
     swap_blocks: int = 0,
+    watermark_blocks: int = 0,
     **config: Any,
 ) -> Run:
     blocks = BlockManager(
-        num_blocks, block_size, enable_prefix_caching=caching, num_swap_blocks=swap_blocks
+        num_blocks,
+        block_size,
+        enable_prefix_caching=caching,
+        num_swap_blocks=swap_blocks,
+        watermark_blocks=watermark_blocks,
     )
     scheduler = Scheduler(SchedulerConfig(**config), blocks, load_policy(policy))
     recorder = Recorder(num_blocks)
