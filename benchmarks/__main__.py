@@ -39,6 +39,11 @@ def machine() -> dict[str, object]:
     }
 
 
+def figure(value: float) -> str:
+    """Four digits, never in scientific notation."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="counted runs of each (5)")
@@ -60,8 +65,8 @@ def main() -> int:
     ):
         for row in part:
             print(
-                f"{row['name']:<58}{row['median']:>12,.4g} {row['unit']:<22} "
-                f"({row['low']:,.4g} to {row['high']:,.4g})",
+                f"{row['name']:<62}{figure(row['median']):>10} {row['unit']:<15} "
+                f"({figure(row['low'])} to {figure(row['high'])})",
                 flush=True,
             )
             rows.append(row)

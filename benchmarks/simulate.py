@@ -26,7 +26,7 @@ def fixed_load(count: int, rate: float) -> Trace:
         for i, time_s in enumerate(times.tolist())
     ]
     return Trace(
-        path=Path(f"1,024 in, 128 out at {rate:g}/s"),
+        path=Path(f"1,024 in and 128 out, {rate:g} a second"),
         format="made here",
         sha256="",
         num_rows=count,
