@@ -220,9 +220,18 @@ def _scheduler_config(r: _Resolver, shape: ModelShape, gpu: GPU) -> SchedulerCon
     seqs_note = note
     if not chunked and max_model_len > budget:
         budget, note = max_model_len, "max_model_len, as chunked prefill is off"
+    budget = r.take("max_num_batched_tokens", budget, note)
+    if 0 < budget < max_num_seqs:
+        max_num_seqs, seqs_note = budget, "no more than max_num_batched_tokens, as in vLLM"
+    max_num_seqs = r.take("max_num_seqs", max_num_seqs, seqs_note)
+    if budget < max_num_seqs:
+        r.warnings.append(
+            f"scheduler: vLLM would refuse max_num_batched_tokens {budget:,} below max_num_seqs "
+            f"{max_num_seqs:,}"
+        )
     return SchedulerConfig(
-        max_num_seqs=r.take("max_num_seqs", max_num_seqs, seqs_note),
-        max_num_batched_tokens=r.take("max_num_batched_tokens", budget, note),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=r.take("long_prefill_token_threshold", 0, "off, as in vLLM"),
@@ -276,6 +285,11 @@ def _num_blocks(
             longest = max((group.window for group in layout.groups), default=0)
             fixed = min(config.max_num_seqs, requests_that_fit(budget, max(longest, 1), layout))
             if 0 < fixed < config.max_num_seqs:
+                if r.options.max_num_seqs is not None:
+                    r.warnings.append(
+                        f"KV: max_num_seqs {config.max_num_seqs:,} as given is lowered to {fixed:,}, as "
+                        "many windows as the memory holds"
+                    )
                 config = replace(config, max_num_seqs=fixed)
                 r.note("max_num_seqs", fixed, "derived", "as many windows as the memory holds")
             r.warnings.append(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from traces import default_trace_path
 from traces.formats import FORMATS
 from traces.formats.base import TraceError
 from traces.generate import ChatSettings, Lognormal, chat_lines
@@ -91,7 +92,11 @@ def _inspect(arguments: argparse.Namespace) -> None:
     from traces.describe import describe
 
     bar = _ProgressBar()
-    trace = read_trace(arguments.file, arguments.format, arguments.strict, progress=bar.show)
+    path = Path(arguments.file)
+    if not path.exists() and str(path) == default_trace_path().name:
+        path = default_trace_path()
+        print(f"no {path.name} here: this is the sample that ships with kvplan", file=sys.stderr)
+    trace = read_trace(path, arguments.format, arguments.strict, progress=bar.show)
     bar.clear()
     description = describe(trace, arguments.block_size)
     if arguments.json:

@@ -58,7 +58,8 @@ class NoCacheCost(TermModel):
     def describe(self) -> list[str]:
         """Lines for the report: what is assumed, and what is not modelled."""
         return [
-            "no KV cache: every step recomputes the whole context of every sequence",
+            "no KV cache: every step recomputes the whole context of every sequence; only the times "
+            "are those of such an engine, requests are scheduled and blocks counted as with a cache",
             *self.physical.describe(),
         ]
 

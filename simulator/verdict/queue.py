@@ -29,6 +29,10 @@ PRESSED = 0.7
 BUDGET_WORTH = 1.5
 """A larger token budget is what is short if it serves what is asked for, or this many times as
 much: compute is what is short otherwise."""
+TOKEN_MARGIN = 0.95
+"""Share of the limit on TPOT that larger batches may plan with."""
+UNEVEN = 1.15
+"""Requests differ in length: blocks are planned for this many times the mean."""
 ROOM_FOR_GROWTH = 0.95
 """Share of the blocks that a higher sequence limit may plan with: the full pool would preempt."""
 
@@ -90,6 +94,9 @@ def _sequence_limit(facts: Facts, state: State) -> Reason:
     wanted = math.ceil(limit * factor)
     target = min(wanted, holds, config.max_num_batched_tokens)
     target = _within_token_limit(facts, limit, target)
+    changed = what_if(setup, {"max_num_seqs": target})
+    if changed is not None and changed.config.max_num_seqs < target:  # no room for their windows
+        target = changed.config.max_num_seqs
     gain = facts.gain(target / limit)
     if target <= limit or (state == "overloaded" and gain < WORTH):
         if holds < WORTH * limit and facts.gain(factor) >= WORTH:
@@ -140,7 +147,8 @@ def _keeps_token_limit(facts: Facts, cost: CostModel, factor: float) -> bool:
     """Whether ``factor`` times as many sequences could decode within the limit on TPOT, if any."""
     tpot = facts.limit_ns.get("tpot")
     step_ns = facts.blocked_load.decode_step(cost, factor).duration_ns
-    return tpot is None or step_ns * facts.token_stretch <= tpot
+    # More sequences also bring more prefill in between: the stretch grows with them a little.
+    return tpot is None or step_ns * facts.token_stretch <= TOKEN_MARGIN * tpot
 
 
 def _kv_capacity(
@@ -161,6 +169,8 @@ def _kv_capacity(
         f"{int(steps['preemptions'].sum()):,} preemptions",
     ]
     factor = _batch_factor(facts, state)
+    if state != "overloaded":
+        factor = min(UNEVEN * factor, LARGEST_FACTOR)
     if state == "overloaded" and facts.gain(factor) < WORTH:
         return _saturated(facts, state, [*evidence, _no_use(facts)])
     need = _need(facts, state) if state == "overloaded" else factor
