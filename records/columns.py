@@ -152,7 +152,9 @@ class _Numbers:
         self._data[start:end] = array
 
     def get(self, num_rows: int) -> Any:
-        data = self._data[:num_rows].copy()
+        # A view: rows that come later lie behind it, or in a new array.
+        data = self._data[:num_rows]
+        data.flags.writeable = False
         if not self._nullable:
             return data
         return np.ma.MaskedArray(data, mask=~self._valid[:num_rows])
@@ -230,7 +232,7 @@ class ColumnStore(Generic[Row]):
         self._num_stored = end
 
     def columns(self) -> Columns:
-        """The rows so far, as copies."""
+        """The rows so far; the arrays are not to be written."""
         self._flush()
         return {name: column.get(self._num_stored) for name, column in self._columns.items()}
 

@@ -229,6 +229,7 @@ def test_si02_a_preemption_is_one_long_gap() -> None:
 def test_si02_wrong_rows_are_named(changes: dict[str, Any], message: str) -> None:
     requests, gaps = si02()
     for name, value in changes.items():
+        requests[name] = requests[name].copy()
         requests[name][1] = np.ma.masked if value is None else value
     assert any(message in error for error in identity_errors(requests, gaps))
 

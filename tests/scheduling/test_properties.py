@@ -335,6 +335,7 @@ def plain(plan: StepPlan) -> dict[str, Any]:
         "swapped_in": list(plan.swapped_in),
         "swapped_out": list(plan.swapped_out),
         "evicted": list(plan.evicted),
+        "num_steps": plan.num_steps,
     }
 
 
