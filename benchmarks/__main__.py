@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.blocks import block_operations
-from benchmarks.simulate import simulated_traces
+from benchmarks.peers import mocker, vllm_steps
+from benchmarks.simulate import fixed_load, simulated_traces
 from benchmarks.start import start_up
 from benchmarks.steps import scheduler_steps
+from traces import read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,8 +41,10 @@ def machine() -> dict[str, object]:
     }
 
 
-def figure(value: float) -> str:
+def figure(value: float | None) -> str:
     """Four digits, never in scientific notation."""
+    if value is None:
+        return "-"
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
@@ -57,11 +61,14 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     rows = []
+    plain = [trace for trace in map(read_trace, args.trace) if not trace.has_identity]
     for part in (
         simulated_traces(args.trace, args.runs),
         scheduler_steps(args.runs),
         block_operations(args.runs),
         start_up(args.runs),
+        mocker([fixed_load(10_000, 6.0), *plain], args.runs),
+        vllm_steps(args.runs),
     ):
         for row in part:
             print(
