@@ -118,40 +118,70 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
 class _Numbers:
-    """One numeric column: an array that doubles, with a validity array if nullable."""
+    """One numeric column: an array that doubles, with a validity array if nullable.
 
-    __slots__ = ("_data", "_name", "_nullable", "_valid")
+    A column that has held one value so far has no array at all: many do to the end of a run.
+    """
+
+    __slots__ = ("_data", "_dtype", "_name", "_nullable", "_only", "_valid")
 
     def __init__(self, name: str, kind: ColumnType) -> None:
         self._name = name
         self._nullable = kind == "int64?"
-        self._data = np.zeros(_CHUNK_ROWS, np.float64 if kind == "float64" else np.int64)
+        self._dtype = np.dtype(np.float64 if kind == "float64" else np.int64)
+        self._only: Any = None
+        """The value of all rows so far, while there is no array."""
+        self._data: npt.NDArray[Any] | None = None
         self._valid = np.ones(_CHUNK_ROWS, np.bool_)
 
     def put(self, start: int, end: int, values: Any) -> None:
-        """Set rows [start, end) to a scalar or a sequence of that length."""
-        if end > len(self._data):
-            size = max(end, 2 * len(self._data))
-            self._data = np.concatenate(
-                [self._data[:start], np.zeros(size - start, self._data.dtype)]
-            )
-            if self._nullable:
-                self._valid = np.concatenate([self._valid[:start], np.ones(size - start, np.bool_)])
+        """Set rows [start, end) to a scalar or a sequence of that length; rows come in order."""
+        valid: Any = True
         if self._nullable:
-            values, self._valid[start:end] = _split_missing(values)
+            values, valid = _split_missing(values)
         array = np.asarray(values)
         # Assignment would cut 1.5 to 1 and take None for NaN without a word.
-        if (
-            array.dtype.kind not in ("biuf" if self._data.dtype.kind == "f" else "biu")
-            and array.size
-        ):
+        if array.dtype.kind not in ("biuf" if self._dtype.kind == "f" else "biu") and array.size:
             raise TypeError(
                 f"column {self._name}: got {array.dtype} values such as {array.flat[0]!r}, "
-                f"must be {self._data.dtype}"
+                f"must be {self._dtype}"
             )
+        if self._data is None and not self._nullable and end > start and array.size:
+            if array.shape not in ((), (end - start,)):
+                raise ValueError(
+                    f"column {self._name}: {array.shape} values for {end - start} rows"
+                )
+            only = array.flat[0] if start == 0 else self._only
+            # NaN is not equal to itself and so gets an array.
+            if (array == only).all():
+                self._only = only
+                return
+        self._reserve(start, end)
+        assert self._data is not None
         self._data[start:end] = array
+        if self._nullable:
+            self._valid[start:end] = valid
+
+    def _reserve(self, start: int, end: int) -> None:
+        """Room for rows up to ``end``, of which those up to ``start`` are there."""
+        if self._data is None:
+            self._data = np.zeros(max(end, _CHUNK_ROWS), self._dtype)
+            if start:
+                self._data[:start] = self._only
+        elif end > len(self._data):
+            grown = np.zeros(max(end, 2 * len(self._data)), self._dtype)
+            grown[:start] = self._data[:start]
+            self._data = grown
+        if self._nullable and len(self._data) > len(self._valid):
+            missing = np.ones(len(self._data) - len(self._valid), np.bool_)
+            self._valid = np.concatenate([self._valid, missing])
 
     def get(self, num_rows: int) -> Any:
+        if self._data is None and self._nullable:
+            self._reserve(0, num_rows)
+        if self._data is None:
+            only = np.zeros((), self._dtype) if self._only is None else self._only
+            return np.broadcast_to(np.asarray(only, self._dtype), num_rows)
         # A view: rows that come later lie behind it, or in a new array.
         data = self._data[:num_rows]
         data.flags.writeable = False

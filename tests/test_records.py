@@ -471,3 +471,18 @@ def test_numpy_numbers_are_written_as_numbers(tmp_path: Path) -> None:
     record_of(requests_of(), summary=summary).write(tmp_path / "run")
     text = (tmp_path / "run" / "summary.json").read_text()
     assert json.loads(text) == {"a": 3, "b": 0.1}
+
+
+def test_a_column_of_one_value_takes_no_memory_until_another_comes() -> None:
+    store = step_store()
+    row = StepRow(*range(len(StepRow._fields)))
+    for _ in range(10_000):
+        store.append(row)
+    same = store.columns()
+    assert same["copies"].strides == (0,)
+    assert same["copies"].tolist() == [row.copies] * 10_000
+    store.append(row._replace(copies=99))
+    columns = store.columns()
+    assert columns["copies"].tolist() == [row.copies] * 10_000 + [99]
+    assert same["copies"].tolist() == [row.copies] * 10_000
+    assert columns["waiting"].tolist() == [row.waiting] * 10_001
