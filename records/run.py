@@ -282,19 +282,29 @@ def _import_pyarrow() -> tuple[Any, Any]:
 
 def _write_table(path: Path, columns: Columns, schema: Mapping[str, ColumnType]) -> None:
     pa, pq = _import_pyarrow()
-    arrays, fields = [], []
-    for name, kind in schema.items():
-        data = columns[name]
-        arrow_type = {"i": pa.int64(), "f": pa.float64(), "s": pa.string()}[kind[0]]
-        if kind == "int64?":
-            masked = np.ma.MaskedArray(data)
-            array = pa.array(masked.filled(0), arrow_type, mask=np.ma.getmaskarray(masked))
-        else:
-            array = pa.array(data, arrow_type)
-        arrays.append(array)
-        fields.append(pa.field(name, arrow_type, nullable=kind.endswith("?")))
-    table = pa.Table.from_arrays(arrays, schema=pa.schema(fields))
-    pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS, compression="zstd")
+    types = {"i": pa.int64(), "f": pa.float64(), "s": pa.string()}
+    fields = [
+        pa.field(name, types[kind[0]], nullable=kind.endswith("?")) for name, kind in schema.items()
+    ]
+    num_rows = len(columns[next(iter(schema))])
+    # A row group at a time: a whole table would be there twice.
+    with pq.ParquetWriter(path, pa.schema(fields), compression="zstd") as writer:
+        for start in range(0, max(num_rows, 1), ROW_GROUP_ROWS):
+            arrays = []
+            for name, kind in schema.items():
+                data = columns[name][start : start + ROW_GROUP_ROWS]
+                if kind == "int64?":
+                    masked = np.ma.MaskedArray(data)
+                    mask = np.ma.getmaskarray(masked)
+                    arrays.append(pa.array(masked.filled(0), types["i"], mask=mask))
+                else:
+                    arrays.append(
+                        pa.array(
+                            np.ascontiguousarray(data) if kind[0] != "s" else data, types[kind[0]]
+                        )
+                    )
+            table = pa.Table.from_arrays(arrays, schema=pa.schema(fields))
+            writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
 
 
 def _read_table(path: Path, schema: Mapping[str, ColumnType]) -> Columns:

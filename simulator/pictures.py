@@ -150,7 +150,11 @@ class TimeBins:
 
     def __init__(self, steps: Columns, start_ns: int, end_ns: int, num_bins: int) -> None:
         self._replicas: list[dict[str, npt.NDArray[Any]]] = []
-        for replica in np.unique(steps["replica"]).tolist():
+        replicas = np.unique(steps["replica"]).tolist()
+        starts = steps["start_ns"]
+        if len(replicas) == 1 and (starts[1:] >= starts[:-1]).all():
+            self._replicas, replicas = [dict(steps)], []  # millions of rows are not copied
+        for replica in replicas:
             rows = np.flatnonzero(steps["replica"] == replica)
             rows = rows[np.argsort(steps["start_ns"][rows], kind="stable")]
             self._replicas.append({name: column[rows] for name, column in steps.items()})
@@ -187,12 +191,13 @@ class TimeBins:
 
     def _spread(self, steps: dict[str, npt.NDArray[Any]], amounts: npt.NDArray[Any]) -> FloatArray:
         """Amount per ns in each bin, from the running total, which rises evenly in a step."""
-        starts = steps["start_ns"] - self._start_ns
-        times = np.column_stack([starts, starts + steps["duration_ns"]]).ravel()
-        totals = np.cumsum(amounts, dtype=np.float64)
-        before = totals - amounts
-        running = np.column_stack([before, totals]).ravel()
-        inside: FloatArray = np.interp(self.edges_ns, times, running)
+        starts, durations = steps["start_ns"], steps["duration_ns"]
+        edges = self.edges_ns + self._start_ns
+        over = np.searchsorted(starts + durations, edges, side="right")
+        totals = np.concatenate([[0.0], np.cumsum(amounts, dtype=np.float64)])
+        at = np.minimum(over, len(starts) - 1)  # the step that an edge may cut
+        part = np.clip((edges - starts[at]) / durations[at], 0, 1)
+        inside: FloatArray = totals[over] + np.where(over < len(starts), part * amounts[at], 0)
         return np.diff(inside) / np.diff(self.edges_ns)
 
 
