@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.blocks import block_operations
 from benchmarks.peers import mocker, vllm_steps
-from benchmarks.simulate import fixed_load, simulated_traces
+from benchmarks.simulate import a_million, fixed_load, simulated_traces
 from benchmarks.start import start_up
 from benchmarks.steps import scheduler_steps
 from traces import read_trace
@@ -58,6 +58,11 @@ def main() -> int:
         default=[],
         help="simulate this trace too (may be repeated)",
     )
+    parser.add_argument(
+        "--million",
+        action="store_true",
+        help="also simulate a million requests (a process of its own)",
+    )
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     rows = []
@@ -67,6 +72,7 @@ def main() -> int:
         scheduler_steps(args.runs),
         block_operations(args.runs),
         start_up(args.runs),
+        a_million() if args.million else (),
         mocker([fixed_load(10_000, 6.0), *plain], args.runs),
         vllm_steps(args.runs),
     ):

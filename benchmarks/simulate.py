@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +51,27 @@ def simulated_traces(paths: list[Path], runs: int) -> Iterator[dict[str, Any]]:
             continue  # the simple loop has served it already
         simple = cpu_seconds(lambda trace=trace: run(setup, trace, compiled=False), 1)
         yield _row(trace, ", simple loop", simple)
+
+
+def a_million() -> Iterator[dict[str, Any]]:
+    """A million requests (12 a second, a day of them), once, for their time and their memory."""
+    code = (
+        "import resource, time\n"
+        "from benchmarks.simulate import fixed_load\n"
+        "from simulator.run import run\n"
+        "from simulator.settings import Options, resolve\n"
+        "trace = fixed_load(1_000_000, 12.0)\n"
+        "start = time.process_time()\n"
+        "run(resolve(Options(kv_gb='60')), trace)\n"
+        "print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds, kib = map(float, done.stdout.split())
+    for name, unit, value in (
+        ("simulate a million requests", "requests/CPU s", 1e6 / seconds),
+        ("simulate a million requests: peak memory", "GiB", kib / 2**20),
+    ):
+        yield {"name": name, "unit": unit, "low": value, "median": value, "high": value}
 
 
 def _row(trace: Trace, how: str, spread: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from blockmanager import BlockManager, HashedContent
 from catalog import load_gpu, load_model
 from scheduler import Request, Scheduler, SchedulerConfig, StepResult
 from scheduler.policies import FCFS, PoolState
+from scheduler.replay import load_scenario
 from scheduler.scheduler import Scheduler as RealScheduler
 from scheduler.sequence import Sequence
 from simulator.cost import ConstantCost, CostModel, LinearCost, PhysicalCost
@@ -134,6 +136,37 @@ def test_record_is_the_same_with_and_without(
     fast = run(arrivals, COSTS[cost], **options)
     slow = run(arrivals, COSTS[cost], fast_forward=False, **options)
     assert_same(fast, slow)
+
+
+@pytest.mark.parametrize(
+    "name", ["16_timed_poisson", "05b_prefix_eviction_lru", "12c_mixed300_block32"]
+)
+def test_recorded_scenarios_with_a_clock(shared: Path, name: str) -> None:
+    """Those that vLLM's own decisions were recorded for, on the clock that one of them has."""
+    scenario = load_scenario(shared / "oracle" / "golden" / f"{name}.json")
+    arrivals = sorted(
+        (Arrival(entry.request, len(entry.output_tokens)) for entry in scenario.requests),
+        key=lambda entry: entry.request.arrival_ns,
+    )
+    config = scenario.scheduler_config
+    options = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
+    options |= {"num_blocks": scenario.num_gpu_blocks - 1, "block_size": scenario.block_size}
+    cost = LinearCost(0.005, 0.00002, 0.00005)
+    fast = run(arrivals, cost, caching=scenario.enable_prefix_caching, **options)
+    slow = run(
+        arrivals, cost, caching=scenario.enable_prefix_caching, fast_forward=False, **options
+    )
+    assert_same(fast, slow)
+
+
+def test_tokens_that_are_told_come_one_step_at_a_time() -> None:
+    """A told token may complete a block that the head of the queue waits for, so no step after the
+    next is decided before it is known."""
+    scheduler = decoding(100)
+    plan = scheduler.schedule(50)
+    assert plan.num_steps == 50
+    with pytest.raises(AssertionError, match="one step at a time"):
+        scheduler.update(plan, StepResult(1, token_ids=[[1], [2]], num_steps=2))
 
 
 def test_a_long_answer_is_a_few_offers(monkeypatch: pytest.MonkeyPatch) -> None:
