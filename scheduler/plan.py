@@ -69,8 +69,6 @@ class StepPlan:
     """
 
     sequences: list[Sequence]
-    block_ids: list[list[int]]
-    """Block table of each sequence; good until the next ``schedule()``, also after an abort."""
     rows: npt.NDArray[np.int64]
     """Row of each sequence in the scheduler's ``SequenceArrays``."""
     granted: npt.NDArray[np.int64]
@@ -103,6 +101,11 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         return bool(self.sequences)
+
+    @property
+    def block_ids(self) -> list[list[int]]:
+        """Block table of each sequence; good until the next ``schedule()``, also after an abort."""
+        return [sequence.table.blocks for sequence in self.sequences]
 
     @property
     def num_tokens(self) -> int:

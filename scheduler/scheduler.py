@@ -315,13 +315,16 @@ class Scheduler:
             self._admit_waiting(step)
         elif self.num_unfinished > len(self.running):
             step.blocked_by = "preemption"
-        plan = self._plan(step)
-        if max_steps > 1:
-            plan = replace(plan, num_steps=self._equal_steps(plan, max_steps))
-        self._pending = plan
-        return plan
+        self._pending = self._plan(step, max_steps)
+        return self._pending
 
-    def _equal_steps(self, plan: StepPlan, max_steps: int) -> int:
+    def _equal_steps(
+        self,
+        step: _Step,
+        rows: npt.NDArray[np.int64],
+        is_decode: npt.NDArray[np.bool_],
+        max_steps: int,
+    ) -> int:
         """How many steps like this one would follow each other, this one included.
 
         All run and decode, so nobody frees blocks before the run ends. What could still change the
@@ -329,14 +332,15 @@ class Scheduler:
         head of the queue: a policy of one's own may change its mind, and a block that is registered
         may lengthen the head's prefix hit.
         """
-        arrays, rows = self.arrays, plan.rows
-        if plan.admitted or plan.preempted or len(rows) != len(self.running):
+        arrays = self.arrays
+        # Grants that were made one by one may copy shared blocks.
+        if max_steps == 1 or step.columns is None or step.admitted or step.preempted:
             return 1
-        if not plan.is_decode.all() or plan.copies:
+        if len(rows) != len(self.running) or not is_decode.all():
             return 1
         if (arrays.num_keys[rows] > arrays.num_registered[rows]).any():
             return 1
-        if plan.num_waiting and not self._waits_steadily():
+        if self.num_unfinished > len(self.running) and not self._waits_steadily():
             return 1
         num_steps = min(max_steps, int((arrays.limit[rows] - arrays.num_tokens[rows]).min()))
         return self._affordable_steps(arrays.num_computed[rows], num_steps)
@@ -626,7 +630,7 @@ class Scheduler:
         sequence.num_recomputed_tokens += max(lost - hit_tokens, 0)
         sequence.num_lost_tokens = 0
 
-    def _plan(self, step: _Step) -> StepPlan:
+    def _plan(self, step: _Step, max_steps: int) -> StepPlan:
         arrays = self.arrays
         sequences = list(step.grants)
         grants = step.grants.values()
@@ -651,14 +655,14 @@ class Scheduler:
             sequences = bulk.sequences + sequences
         num_tokens = arrays.num_tokens[rows]
         samples = before + granted == num_tokens
+        is_decode = samples & (granted == 1) & (num_tokens > arrays.num_prompt[rows])
         return StepPlan(
             sequences=sequences,
-            block_ids=[sequence.table.blocks for sequence in sequences],
             rows=rows,
             granted=granted,
             computed_before=before,
             samples=samples,
-            is_decode=samples & (granted == 1) & (num_tokens > arrays.num_prompt[rows]),
+            is_decode=is_decode,
             num_running=len(sequences) - len(step.admitted),
             num_waiting=len(self.waiting) + len(self.swapped),
             blocked_by=step.blocked_by,
@@ -670,6 +674,7 @@ class Scheduler:
             swapped_in=step.swapped_in,
             swapped_out=step.swapped_out,
             evicted=self.blocks.pool.drain_evicted(),
+            num_steps=self._equal_steps(step, rows, is_decode, max_steps),
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
@@ -836,7 +841,10 @@ class Scheduler:
         return sequence
 
     def _finish(self, sequence: Sequence, reason: str) -> Finished:
+        blocks = sequence.table.blocks
         self.blocks.free(sequence.table)
+        # It holds nothing any more, but a plan that is being executed can still be read.
+        sequence.table.blocks = blocks
         sequence.state = SequenceState.FINISHED
         self.arrays.alive[sequence.row] = False
         self.arrays.blocks_held[sequence.row] = 0

@@ -342,7 +342,19 @@ def plain(plan: StepPlan) -> dict[str, Any]:
 def test_plain_leaves_no_field_out() -> None:
     engine = Engine(make_scheduler(4))
     engine.add("r", 3, 1)
-    assert plain(engine.schedule()).keys() == StepPlan.__dataclass_fields__.keys()
+    assert plain(engine.schedule()).keys() == {*StepPlan.__dataclass_fields__, "block_ids"}
+
+
+def test_a_plan_can_be_read_after_an_abort() -> None:
+    """A backend that executes it meanwhile finds the blocks where they were."""
+    engine = Engine(make_scheduler(4))
+    engine.add("a", 3, 5)
+    engine.add("b", 5, 5)
+    plan = engine.schedule()
+    before = [list(blocks) for blocks in plan.block_ids]
+    engine.scheduler.abort("b")
+    assert plan.block_ids == before
+    engine.scheduler.check()
 
 
 # -- properties ------------------------------------------------------------------------------
