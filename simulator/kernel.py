@@ -8,10 +8,20 @@ byte.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile at the first call, and keep the result on disk where there is a place for it."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # neither beside the module nor in the user's cache may be written
+        return njit(function)
+
 
 # Places in the array of scalars that survives between calls.
 NOW, NEXT_ARRIVAL, NUM_RUNNING, FRESH_HEAD, NUM_PREEMPTED, FREE, NUM_DONE, NUM_STEPS, NUM_GAPS = (
@@ -39,18 +49,18 @@ STOP, LENGTH, KV_EXHAUSTED = 0, 1, 2
 NUM_STEP_COLUMNS = 11
 
 
-@njit(cache=True)
+@_compiled
 def _keys_seen(context: int, window: int) -> int:
     inside = min(context, window)
     return inside * (inside + 1) // 2 + (context - inside) * window
 
 
-@njit(cache=True)
+@_compiled
 def _blocks(tokens: int, size: int) -> int:
     return (tokens + size - 1) // size
 
 
-@njit(cache=True)
+@_compiled
 def advance(
     scalars: Any,
     config: Any,
