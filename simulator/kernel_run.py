@@ -22,7 +22,8 @@ WORTH_COMPILING = 5000
 """Requests from which on the compiled loop is used: below, the simple one is done before the other is
 loaded."""
 _BUFFER_ROWS = 65_536
-_MOST_SEQS = 1 << 20
+_LARGEST_STEP = 1 << 17
+"""Tokens or sequences of a step up to which its price is put into tables: more take too long to fill."""
 _REASONS = ("stop", "length", "kv_exhausted")
 
 
@@ -49,7 +50,7 @@ def why_not(
         or len(scheduler.blocks.pool.cache)
     ):
         return "the scheduler is not new"
-    if max(config.max_num_seqs, config.max_num_batched_tokens) > _MOST_SEQS:
+    if max(config.max_num_seqs, config.max_num_batched_tokens) > _LARGEST_STEP:
         return "a step may be very large"
     caching = scheduler.blocks.enable_prefix_caching
     for request, _ in arrivals:
