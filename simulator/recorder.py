@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from records.columns import (
-    BLOCKED_CODES,
-    REQUEST_SCHEMA,
-    STEP_SCHEMA,
-    ColumnStore,
-    RequestRow,
-    StepRow,
-)
+from records.columns import BLOCKED_CODES, RequestRow, StepRow, request_store, step_store
 from records.gaps import GapCounts
 from scheduler.plan import Finished, Fork, StepOutcome, StepPlan
 from scheduler.request import Request
@@ -75,8 +68,8 @@ class Recorder:
     """
 
     def __init__(self, num_blocks: int, replica: int = 0) -> None:
-        self.steps: ColumnStore[StepRow] = ColumnStore(STEP_SCHEMA)
-        self.requests: ColumnStore[RequestRow] = ColumnStore(REQUEST_SCHEMA)
+        self.steps = step_store()
+        self.requests = request_store()
         self.gaps = GapCounts()
         self.num_done = 0
         """Requests that have their row."""
