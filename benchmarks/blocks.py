@@ -41,10 +41,4 @@ def block_operations(runs: int) -> Iterator[dict[str, Any]]:
     )
     for name, work in cases:
         spread = cpu_seconds(work, runs)
-        yield {
-            "name": name,
-            "unit": "ns/block",
-            "low": spread.low / BLOCKS * 1e9,
-            "median": spread.median / BLOCKS * 1e9,
-            "high": spread.high / BLOCKS * 1e9,
-        }
+        yield spread.each(name, "ns/block", 1e9 / BLOCKS)

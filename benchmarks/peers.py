@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Spread, cpu_seconds
+from benchmarks.measure import Spread, cpu_seconds, row
 from benchmarks.steps import decoding_scheduler
 from scheduler import StepResult
 from simulator.run import run
@@ -32,23 +32,17 @@ def is_installed(module: str) -> bool:
 
 
 def _absent(name: str, package: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "unit": f"{package} is not installed",
-        "low": None,
-        "median": None,
-        "high": None,
-    }
+    return row(name, f"{package} is not installed", None, None, None)
 
 
 def _ratio(name: str, theirs: Spread, ours: Spread) -> dict[str, Any]:
-    return {
-        "name": name,
-        "unit": "x",
-        "low": theirs.low / ours.high,
-        "median": theirs.median / ours.median,
-        "high": theirs.high / ours.low,
-    }
+    return row(
+        name,
+        "x",
+        theirs.low / ours.high,
+        theirs.median / ours.median,
+        theirs.high / ours.low,
+    )
 
 
 def mocker(traces: list[Trace], runs: int) -> Iterator[dict[str, Any]]:
@@ -72,13 +66,7 @@ def mocker(traces: list[Trace], runs: int) -> Iterator[dict[str, Any]]:
         setup = resolve(Options(kv_gb="60"))
         ours = cpu_seconds(lambda setup=setup, trace=trace: run(setup, trace), runs)
         count = len(trace.arrivals)
-        yield {
-            "name": name,
-            "unit": "requests/CPU s",
-            "low": count / theirs.high,
-            "median": count / theirs.median,
-            "high": count / theirs.low,
-        }
+        yield theirs.rate(name, count)
         yield _ratio(f"kvplan over the mocker, {trace.path.name}", theirs, ours)
 
 
@@ -111,13 +99,7 @@ def vllm_steps(runs: int) -> Iterator[dict[str, Any]]:
                 scheduler.update(scheduler.schedule(), StepResult(0))
 
         ours = cpu_seconds(ours_steps, runs)
-        yield {
-            "name": name,
-            "unit": "us",
-            "low": theirs.low / _STEPS * 1e6,
-            "median": theirs.median / _STEPS * 1e6,
-            "high": theirs.high / _STEPS * 1e6,
-        }
+        yield theirs.each(name, "us", 1e6 / _STEPS)
         yield _ratio(f"vLLM's step over ours, {batch:,} sequences", theirs, ours)
 
 

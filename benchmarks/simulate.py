@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import cpu_seconds
+from benchmarks.measure import Spread, cpu_seconds, row
 from scheduler import Request
 from simulator.kernel_run import is_installed
 from simulator.run import run
@@ -71,18 +71,12 @@ def a_million() -> Iterator[dict[str, Any]]:
         ("simulate a million requests", "requests/CPU s", 1e6 / seconds),
         ("simulate a million requests: peak memory", "GiB", kib / 2**20),
     ):
-        yield {"name": name, "unit": unit, "low": value, "median": value, "high": value}
+        yield row(name, unit, value, value, value)
 
 
-def _row(trace: Trace, how: str, spread: Any) -> dict[str, Any]:
+def _row(trace: Trace, how: str, spread: Spread) -> dict[str, Any]:
     count = len(trace.arrivals)
-    return {
-        "name": f"simulate {trace.path.name}: {count:,}{how}",
-        "unit": "requests/CPU s",
-        "low": count / spread.high,
-        "median": count / spread.median,
-        "high": count / spread.low,
-    }
+    return spread.rate(f"simulate {trace.path.name}: {count:,}{how}", count)
 
 
 def _first_use(setup: Setup, trace: Trace) -> dict[str, Any]:
@@ -93,10 +87,4 @@ def _first_use(setup: Setup, trace: Trace) -> dict[str, Any]:
     start = time.process_time()
     run(setup, trace)
     extra = first - (time.process_time() - start)
-    return {
-        "name": "first compiled run of a process, more than the next",
-        "unit": "s",
-        "low": extra,
-        "median": extra,
-        "high": extra,
-    }
+    return row("first compiled run of a process, more than the next", "s", extra, extra, extra)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import row
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -26,10 +28,5 @@ def start_up(runs: int) -> Iterator[dict[str, Any]]:
             )
             times.append(time.perf_counter() - start)
         times = times[1:]
-        yield {
-            "name": f"python -m {package} --help",
-            "unit": "s (wall)",
-            "low": min(times),
-            "median": statistics.median(times),
-            "high": max(times),
-        }
+        name = f"python -m {package} --help"
+        yield row(name, "s (wall)", min(times), statistics.median(times), max(times))

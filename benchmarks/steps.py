@@ -32,10 +32,5 @@ def scheduler_steps(runs: int) -> Iterator[dict[str, Any]]:
                 scheduler.update(scheduler.schedule(), StepResult(0))
 
         spread = cpu_seconds(steps, runs)
-        yield {
-            "name": f"scheduler step, {batch:,} sequences decode",
-            "unit": "us",
-            "low": spread.low / STEPS * 1e6,
-            "median": spread.median / STEPS * 1e6,
-            "high": spread.high / STEPS * 1e6,
-        }
+        name = f"scheduler step, {batch:,} sequences decode"
+        yield spread.each(name, "us", 1e6 / STEPS)

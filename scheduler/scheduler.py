@@ -478,9 +478,8 @@ class Scheduler:
         blocks_free = self.blocks.num_free
         step.one_by_one()
         grant = step.grants.pop(victim, None)
-        if (
-            grant is not None
-        ):  # its tokens go back to the budget, as if it had never been granted any
+        if grant is not None:
+            # Its tokens go back to the budget, as if it had never been granted any.
             step.budget += grant.tokens
             arrays.num_computed[row] = grant.computed_before
             self.blocks.unregister(victim.table, grant.registered_before)

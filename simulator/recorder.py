@@ -80,7 +80,8 @@ class Recorder:
         self._first_ns: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._max_gap: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._carried_preemptions = 0
-        self._carried_transfers = 0
+        self.carried_transfers = 0
+        """Blocks that plans without a step swapped out: the next step has them, and their price."""
 
     def _fit(self, sequences: Seq[Sequence]) -> None:
         """Make room for the rows of new sequences and clear what their last users left."""
@@ -106,7 +107,7 @@ class Recorder:
         """A plan in which nobody computes takes no time and has no row; what it did counts in the
         next one."""
         self._carried_preemptions += len(plan.preempted)
-        self._carried_transfers += len(plan.swapped_out)
+        self.carried_transfers += len(plan.swapped_out)
 
     def started(self, plan: StepPlan, start_ns: int) -> None:
         """A step begins: whoever was admitted has been scheduled, whatever becomes of it."""
@@ -142,14 +143,14 @@ class Recorder:
                 blocks_used=self._num_blocks - plan.num_free_blocks,
                 preemptions=len(plan.preempted) + self._carried_preemptions,
                 copies=len(plan.copies),
-                transfers=len(plan.swapped_in) + len(plan.swapped_out) + self._carried_transfers,
+                transfers=len(plan.swapped_in) + len(plan.swapped_out) + self.carried_transfers,
                 blocked_by=BLOCKED_CODES[plan.blocked_by] if plan.blocked_by else 0,
                 flops=price.flops,
                 bytes=price.bytes,
                 replica=self._replica,
             )
         )
-        self._carried_preemptions = self._carried_transfers = 0
+        self._carried_preemptions = self.carried_transfers = 0
         self.finished(outcome.finished, now)
 
     def equal_steps(
@@ -176,7 +177,7 @@ class Recorder:
         preemptions = np.zeros(count, np.int64)
         preemptions[0] = self._carried_preemptions
         self._carried_preemptions = 0
-        assert not self._carried_transfers, "transfers are priced in a step of their own"
+        assert not self.carried_transfers, "transfers are priced in a step of their own"
         self.steps.extend(
             count,
             {

@@ -83,7 +83,6 @@ class Replica:
         self._targets = np.zeros(0, np.int64)
         self._output_tokens: dict[str, int] = {}
         self._wake: Event | None = None
-        self._carried_swaps = 0
         env.process(self._arrivals(workload.initial()))
         env.process(self._serve())
 
@@ -193,10 +192,8 @@ class Replica:
         with or after an arrival, end after a deadline or the end of the run, or follow an output's
         last token."""
         features = plan.features()
-        if self._carried_swaps:  # of a plan in which nobody computed
-            swaps = features.num_swapped_out + self._carried_swaps
-            features = replace(features, num_swapped_out=swaps)
-            self._carried_swaps = 0
+        if carried := self._recorder.carried_transfers:
+            features = replace(features, num_swapped_out=features.num_swapped_out + carried)
             return RunPrice.of(self._cost.price(features))
         count = plan.num_steps
         if count > 1:
@@ -218,7 +215,6 @@ class Replica:
     def _stand_still(self, plan: StepPlan) -> Process:
         """Nobody can compute now: wait for what could change that."""
         self._recorder.idle_preemptions(plan)
-        self._carried_swaps += len(plan.swapped_out)
         self._scheduler.update(plan, StepResult(0))
         if plan.preempted:
             return  # the room is there at once

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from blockmanager.ledger import GIB
 from records.columns import Columns
 from records.run import RunRecord
 from scheduler.policies import load_policy
@@ -22,7 +23,7 @@ WIDTH = 100
 _LABEL = 14
 _BARS = " ▁▂▃▄▅▆▇█"
 _CHART_COLUMNS = 60
-GIB, GB = 2**30, 10**9
+GB = 10**9
 
 
 def format_seconds(value: float | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from blockmanager.ledger import (
+    GIB,
     KVLayout,
     blocks_in_budget,
     check_max_model_len,
@@ -15,6 +16,7 @@ from blockmanager.ledger import (
 )
 from blockmanager.ledger_gpu import (
     DEFAULT_RESERVE_BYTES,
+    DEFAULT_UTILIZATION,
     activation_bytes,
     gpu_budget,
     weight_bytes,
@@ -33,9 +35,7 @@ Source = Literal["given", "derived", "assumed"]
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-sxm"
-DEFAULT_UTILIZATION = 0.9
 DEFAULT_BLOCK_SIZE = 16
-GIB = 2**30
 MAX_INT = 2**31 - 1
 """Of a count in a flag; more is a slip of the finger."""
 MAX_BYTES = 2**60

@@ -122,7 +122,7 @@ def test_linear_stays_exact_beyond_what_a_double_holds() -> None:
     cost = LinearCost(1e-9, 0, 0, per_context_token_s=1)
     first = decode(1, 10**8 + 1)
     expected = [1 + 10**9 * (10**8 + 1 + j) for j in range(3)]
-    assert cost.price_run(first, 3).tolist() == expected
+    assert cost.price_steps(first, 3).duration_ns.tolist() == expected
     assert cost.price(first).duration_ns == expected[0]
 
 
@@ -168,7 +168,6 @@ def test_a_run_is_its_steps_bit_for_bit(
     assert run.duration_ns.tolist() == [price.duration_ns for price in alone]
     assert run.flops.tolist() == [price.flops for price in alone]
     assert run.bytes.tolist() == [price.bytes for price in alone]
-    assert cost.price_run(first, num_steps).tolist() == run.duration_ns.tolist()
 
 
 @settings(max_examples=150, deadline=None)
@@ -214,7 +213,7 @@ def test_si_06_no_step_computes_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_run_of_prefills_is_refused(name: str) -> None:
     with pytest.raises(AssertionError, match="only steps of decodes"):
-        MODELS[name].price_run(step([2], [5]), 2)
+        MODELS[name].price_steps(step([2], [5]), 2)
 
 
 # --- a step as sums, against the slow obvious way ---

@@ -65,10 +65,6 @@ class CostModel(Protocol):
         """
         ...
 
-    def price_run(self, step: StepFeatures, num_steps: int) -> npt.NDArray[np.int64]:
-        """Durations of ``price_steps``, shape (num_steps,), ns."""
-        ...
-
     def describe(self) -> list[str]:
         """Lines for the report: what is assumed, and what is not modelled."""
         ...
@@ -224,7 +220,3 @@ class TermModel(ABC):
             np.broadcast_to(np.asarray(flops, dtype=np.float64), num_steps),
             np.broadcast_to(np.asarray(num_bytes, dtype=np.float64), num_steps),
         )
-
-    def price_run(self, step: StepFeatures, num_steps: int) -> npt.NDArray[np.int64]:
-        """Durations of ``price_steps``, shape (num_steps,), ns."""
-        return self.price_steps(step, num_steps).duration_ns

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from blockmanager.ledger_gpu import gpu_budget
+from blockmanager.ledger import GIB
+from blockmanager.ledger_gpu import DEFAULT_UTILIZATION, gpu_budget
 from catalog import DTYPE_BITS
-from simulator.settings import DEFAULT_UTILIZATION, GIB, Options, Setup, resolve
+from simulator.settings import Options, Setup, resolve
 
 Changes: TypeAlias = Mapping[str, Any]
 """Options by name, as ``Options`` spells them."""
