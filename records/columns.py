@@ -8,7 +8,8 @@ mask on), a nullable string column is a list with ``None``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -16,11 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 ColumnType = Literal["int64", "int64?", "float64", "str", "str?"]
-Columns: TypeAlias = dict[str, Any]
+Columns: TypeAlias = Mapping[str, Any]
 """Column name -> int64 or float64 array, masked int64 array, or list of strings; equal lengths."""
 IntArray: TypeAlias = npt.NDArray[np.int64]
 NullableInts: TypeAlias = "np.ma.MaskedArray[Any, np.dtype[np.int64]]"
 
+SPILL_ROWS = 1_000_000
+"""Rows of a store up to which its numbers are held in memory."""
 _CHUNK_ROWS = 4096
 _SMALL_BLOCK = 16
 """Blocks shorter than this are buffered as rows: slicing every column would cost more."""
@@ -117,27 +120,76 @@ GAP_SCHEMA: Mapping[str, ColumnType] = {"gap_ns": "int64", "count": "int64"}
 Row = TypeVar("Row", bound=tuple[Any, ...])
 
 
+class SpillError(ValueError):
+    """The temporary files of a long run cannot be written; one clear line."""
+
+
+class _Values:
+    """Numbers appended in blocks: an array that doubles, beyond ``spill_rows`` a file."""
+
+    __slots__ = ("_data", "_dtype", "_file", "_spill_rows")
+
+    def __init__(self, dtype: npt.DTypeLike, spill_rows: int) -> None:
+        self._dtype = np.dtype(dtype)
+        self._spill_rows = spill_rows
+        self._data: npt.NDArray[Any] = np.zeros(min(_CHUNK_ROWS, spill_rows), self._dtype)
+        self._file: Any = None
+
+    def put(self, start: int, end: int, values: Any) -> None:
+        """Set rows [start, end), which come in order, to a scalar or an array of that shape."""
+        if self._file is None and end <= self._spill_rows:
+            if end > len(self._data):
+                grown = np.zeros(min(max(end, 2 * len(self._data)), self._spill_rows), self._dtype)
+                grown[:start] = self._data[:start]
+                self._data = grown
+            self._data[start:end] = values
+            return
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="kvplan-")  # noqa: SIM115 (as long as we)
+                self._file.write(self._data[:start].data)
+                self._data = np.zeros(0, self._dtype)
+            block = np.ascontiguousarray(np.broadcast_to(values, end - start), self._dtype)
+            self._file.write(block.data)
+        except OSError as error:
+            raise SpillError(
+                f"temporary folder {tempfile.gettempdir()}: the rows of this run do not fit there: "
+                f"{error.strerror or error} (TMPDIR names another folder)"
+            ) from error
+
+    def get(self, num_rows: int) -> npt.NDArray[Any]:
+        """The first rows, read-only: a view, or a new map of the file."""
+        if self._file is not None:
+            self._file.flush()
+            return np.memmap(self._file, self._dtype, "r", shape=(num_rows,)).view(np.ndarray)
+        # Rows that come later lie behind it, or in a new array.
+        data = self._data[:num_rows]
+        data.flags.writeable = False
+        return data
+
+
 class _Numbers:
-    """One numeric column: an array that doubles, with a validity array if nullable.
+    """One numeric column, with the validity of its values if nullable.
 
     A column that has held one value so far has no array at all: many do to the end of a run.
     """
 
-    __slots__ = ("_data", "_dtype", "_name", "_nullable", "_only", "_valid")
+    __slots__ = ("_dtype", "_name", "_nullable", "_only", "_spill_rows", "_valid", "_values")
 
-    def __init__(self, name: str, kind: ColumnType) -> None:
+    def __init__(self, name: str, kind: ColumnType, spill_rows: int) -> None:
         self._name = name
         self._nullable = kind == "int64?"
         self._dtype = np.dtype(np.float64 if kind == "float64" else np.int64)
+        self._spill_rows = spill_rows
         self._only: Any = None
         """The value of all rows so far, while there is no array."""
-        self._data: npt.NDArray[Any] | None = None
-        self._valid = np.ones(_CHUNK_ROWS, np.bool_)
+        self._values: _Values | None = None
+        self._valid = _Values(np.bool_, spill_rows) if self._nullable else None
 
     def put(self, start: int, end: int, values: Any) -> None:
         """Set rows [start, end) to a scalar or a sequence of that length; rows come in order."""
         valid: Any = True
-        if self._nullable:
+        if self._valid is not None:
             values, valid = _split_missing(values)
         array = np.asarray(values)
         # Assignment would cut 1.5 to 1 and take None for NaN without a word.
@@ -146,48 +198,31 @@ class _Numbers:
                 f"column {self._name}: got {array.dtype} values such as {array.flat[0]!r}, "
                 f"must be {self._dtype}"
             )
-        if self._data is None and not self._nullable and end > start and array.size:
-            if array.shape not in ((), (end - start,)):
-                raise ValueError(
-                    f"column {self._name}: {array.shape} values for {end - start} rows"
-                )
+        if array.shape not in ((), (end - start,)):
+            raise ValueError(f"column {self._name}: {array.shape} values for {end - start} rows")
+        if self._values is None and not self._nullable and end > start and array.size:
             only = array.flat[0] if start == 0 else self._only
             # NaN is not equal to itself and so gets an array.
             if (array == only).all():
                 self._only = only
                 return
-        self._reserve(start, end)
-        assert self._data is not None
-        self._data[start:end] = array
-        if self._nullable:
-            self._valid[start:end] = valid
-
-    def _reserve(self, start: int, end: int) -> None:
-        """Room for rows up to ``end``, of which those up to ``start`` are there."""
-        if self._data is None:
-            self._data = np.zeros(max(end, _CHUNK_ROWS), self._dtype)
+        if self._values is None:
+            self._values = _Values(self._dtype, self._spill_rows)
             if start:
-                self._data[:start] = self._only
-        elif end > len(self._data):
-            grown = np.zeros(max(end, 2 * len(self._data)), self._dtype)
-            grown[:start] = self._data[:start]
-            self._data = grown
-        if self._nullable and len(self._data) > len(self._valid):
-            missing = np.ones(len(self._data) - len(self._valid), np.bool_)
-            self._valid = np.concatenate([self._valid, missing])
+                self._values.put(0, start, self._only)
+        self._values.put(start, end, array)
+        if self._valid is not None:
+            self._valid.put(start, end, valid)
 
     def get(self, num_rows: int) -> Any:
-        if self._data is None and self._nullable:
-            self._reserve(0, num_rows)
-        if self._data is None:
+        if self._values is None:
             only = np.zeros((), self._dtype) if self._only is None else self._only
-            return np.broadcast_to(np.asarray(only, self._dtype), num_rows)
-        # A view: rows that come later lie behind it, or in a new array.
-        data = self._data[:num_rows]
-        data.flags.writeable = False
-        if not self._nullable:
+            data = np.broadcast_to(np.asarray(only, self._dtype), num_rows)
+        else:
+            data = self._values.get(num_rows)
+        if self._valid is None:
             return data
-        return np.ma.MaskedArray(data, mask=~self._valid[:num_rows])
+        return np.ma.MaskedArray(data, mask=~self._valid.get(num_rows))
 
 
 class _Strings:
@@ -195,7 +230,7 @@ class _Strings:
 
     __slots__ = ("_data", "_name", "_nullable")
 
-    def __init__(self, name: str, kind: ColumnType) -> None:
+    def __init__(self, name: str, kind: ColumnType, spill_rows: int) -> None:
         self._name = name
         self._nullable = kind == "str?"
         self._data: list[str | None] = []
@@ -213,19 +248,37 @@ class _Strings:
         return self._data[:num_rows]
 
 
+class _StoredColumns(Mapping[str, Any]):
+    """The columns of a store as they were when it was asked; each is fetched when it is read."""
+
+    __slots__ = ("_columns", "_num_rows")
+
+    def __init__(self, columns: Mapping[str, _Numbers | _Strings], num_rows: int) -> None:
+        self._columns, self._num_rows = columns, num_rows
+
+    def __getitem__(self, name: str) -> Any:
+        return self._columns[name].get(self._num_rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 class ColumnStore(Generic[Row]):
     """Rows appended one by one or in blocks, read back as columns.
 
-    ``append`` only buffers; every few thousand rows the buffer moves into the arrays, which double
-    as they fill. A value of the wrong type raises ``TypeError``, at the latest in ``columns``.
+    ``append`` only buffers; every few thousand rows the buffer moves into the arrays, or into their
+    files. A value of the wrong type raises ``TypeError``, at the latest in ``columns``.
     """
 
     __slots__ = ("_columns", "_num_stored", "_pending", "_schema")
 
-    def __init__(self, schema: Mapping[str, ColumnType]) -> None:
+    def __init__(self, schema: Mapping[str, ColumnType], *, spill_rows: int = SPILL_ROWS) -> None:
         self._schema = schema
         self._columns: dict[str, _Numbers | _Strings] = {
-            name: (_Strings if kind.startswith("str") else _Numbers)(name, kind)
+            name: (_Strings if kind.startswith("str") else _Numbers)(name, kind, spill_rows)
             for name, kind in schema.items()
         }
         self._pending: list[tuple[Any, ...]] = []
@@ -262,9 +315,12 @@ class ColumnStore(Generic[Row]):
         self._num_stored = end
 
     def columns(self) -> Columns:
-        """The rows so far; the arrays are not to be written."""
+        """The rows so far; the arrays are not to be written.
+
+        A column that lies in a file is mapped anew each time it is read from the mapping.
+        """
         self._flush()
-        return {name: column.get(self._num_stored) for name, column in self._columns.items()}
+        return _StoredColumns(self._columns, self._num_stored)
 
     def _flush(self) -> None:
         if not self._pending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,8 +149,7 @@ def statistic_ns(limit: StatisticLimit, values: Latencies, gaps: GapCounts) -> f
     if not len(data):
         return None
     if q is not None:
-        ordered = np.sort(data).tolist()
-        return linear_percentile(ordered.__getitem__, len(ordered), q)
+        return linear_percentile(np.sort(data).item, len(data), q)
     return _total(data) / len(data) if limit.statistic == "mean" else float(data.max())
 
 
@@ -267,15 +266,22 @@ def _total(values: npt.NDArray[Any]) -> int | float:
     """Exact sum of integers; correctly rounded sum of floats, whatever their order."""
     if values.dtype.kind == "i":
         return exact_sum(values)
-    return math.fsum(values.tolist())
+    return float_sum(values)
+
+
+def float_sum(values: FloatArray) -> float:
+    """Correctly rounded; a list of millions of floats is not made."""
+    pieces = (values[at : at + 65_536].tolist() for at in range(0, len(values), 65_536))
+    return math.fsum(chain.from_iterable(pieces))
 
 
 def _distribution(values: npt.NDArray[Any]) -> dict[str, float | int | None]:
     if not len(values):
         return _as_distribution(None, [None] * len(_PERCENTILES), None, 0)
-    ordered = np.sort(values).tolist()
-    percentiles = [linear_percentile(ordered.__getitem__, len(ordered), q) for q in _PERCENTILES]
-    return _as_distribution(_total(values) / len(values), percentiles, ordered[-1], len(values))
+    ordered = np.sort(values)
+    percentiles = [linear_percentile(ordered.item, len(ordered), q) for q in _PERCENTILES]
+    longest = ordered[-1].item()
+    return _as_distribution(_total(values) / len(values), percentiles, longest, len(values))
 
 
 def _gap_distribution(gaps: GapCounts) -> dict[str, float | int | None]:
@@ -427,7 +433,7 @@ def _utilization(
 
 def _share(amounts: FloatArray, peak: float | None, busy_ns: int) -> float | None:
     """Share of the peak rate; ``None`` without a peak or a step, or where no step has a price."""
-    total = math.fsum(amounts.tolist())
+    total = float_sum(amounts)
     return total * _NS / (peak * busy_ns) if peak and busy_ns and total else None
 
 

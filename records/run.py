@@ -316,7 +316,7 @@ def _read_table(path: Path, schema: Mapping[str, ColumnType]) -> Columns:
             table = file.read()
     except (pa.ArrowException, OSError) as error:
         raise RecordError(f"{path}: cannot be read as Parquet: {_reason(error)}") from error
-    columns: Columns = {}
+    columns: dict[str, Any] = {}
     for name, kind in schema.items():
         if name not in table.column_names:
             raise RecordError(f"{path}: has no column {name!r}")

@@ -12,14 +12,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from records.columns import SpillError
 from records.run import RunRecord, check_writable, to_json
 from simulator.compare import compare, compare_json
 from simulator.report import render
 from simulator.run import RunResult, package_version, run
 from simulator.settings import Options, Setup, resolve
-from traces import Trace, default_trace_path, read_trace
+from traces import Trace, TraceError, TraceStream, default_trace_path, stream_trace
 
 SHIPPED = "chat.jsonl"
+TOO_LARGE = "a time or a size in these flags or this trace passes 64 bits"
 
 
 class UsageError(Exception):
@@ -32,7 +34,7 @@ def _user_input() -> Iterator[None]:
     try:
         yield
     except OverflowError as error:
-        raise UsageError("a time or a size in these flags or this trace passes 64 bits") from error
+        raise UsageError(TOO_LARGE) from error
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -230,18 +232,12 @@ def _run(argv: list[str]) -> int:
             check_writable(args.out)  # before the work, not after it
         setup = resolve(_options(args))
         path, origin = _trace_path(args.trace)
-        trace = read_trace(path, args.format, args.strict)
-        if args.warm_start and not trace.has_identity:
-            raise ValueError(
-                f"--warm-start has no effect: {path} does not say which prefixes are equal"
-            )
-        if args.strict:
-            _check_servable(setup, trace)
-    result = _with_progress(setup, trace)
+        trace = stream_trace(path, args.format, args.strict)
+    result = _with_progress(setup, trace, args.strict)
     if args.out is not None:
         with _user_input():
             _write(result.record, args.out, setup, steps=not args.no_steps)
-    tried = _try_change(parser, argv, trace, result) if args.try_change else None
+    tried = _try_change(parser, argv, result) if args.try_change else None
     if args.json:
         document: dict[str, Any] = {
             "settings": result.record.settings,
@@ -251,7 +247,7 @@ def _run(argv: list[str]) -> int:
             document["change_tried"] = tried.as_json
         print(to_json(document), end="")
     else:
-        print(render(result.record, result.verdict, setup, trace, origin))
+        print(render(result, setup, origin))
         if tried is not None:
             print(f"\nTried: {tried.text}")
         if args.out is not None:
@@ -263,23 +259,12 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
 
 
-def _check_servable(setup: Setup, trace: Trace) -> None:
-    """Under --strict a request that would be refused is an error."""
-    scheduler = setup.scheduler()
-    for request, _ in trace.arrivals:
-        reason = scheduler.refusal(request)
-        if reason is not None:
-            raise ValueError(f"{trace.path}: request {request.id} would be refused: {reason}")
-
-
 class _Tried(NamedTuple):
     text: str
     as_json: dict[str, Any] | None
 
 
-def _try_change(
-    parser: argparse.ArgumentParser, argv: list[str], trace: Trace, result: RunResult
-) -> _Tried:
+def _try_change(parser: argparse.ArgumentParser, argv: list[str], result: RunResult) -> _Tried:
     """Run the change that the verdict names, and compare."""
     flags = result.verdict.flags
     if not flags:
@@ -290,7 +275,7 @@ def _try_change(
         setup = resolve(_options(parser.parse_args([*argv, *flags])))
     except ValueError as error:
         return _Tried(f"{' '.join(flags)}, which cannot be run: {error}", None)
-    changed = _with_progress(setup, trace)
+    changed = _with_progress(setup, result.trace, strict=False)
     names = ("as asked", " ".join(flags))
     return _Tried(
         f"{names[1]}\n\n{compare(result.record, changed.record, names)}",
@@ -315,18 +300,24 @@ def _trace_path(given: str) -> tuple[Path, str]:
     return path, ""
 
 
-def _with_progress(setup: Setup, trace: Trace) -> RunResult:
-    total = len(trace.arrivals)
+def _with_progress(setup: Setup, trace: Trace | TraceStream, strict: bool) -> RunResult:
     show: Callable[[int], None] | None = None
     if sys.stderr.isatty():
 
         def show(done: int) -> None:
-            filled = 30 * done // max(total, 1)
+            share = (
+                trace.share_read if isinstance(trace, TraceStream) else done / trace.num_requests
+            )
+            filled = int(30 * share)
             bar = "#" * filled + "." * (30 - filled)
-            print(f"\r[{bar}] {done:,} of {total:,} requests", end="", file=sys.stderr, flush=True)
+            print(f"\r[{bar}] {done:,} requests", end="", file=sys.stderr, flush=True)
 
     try:
-        return run(setup, trace, on_progress=show)
+        return run(setup, trace, on_progress=show, strict=strict)
+    except (TraceError, SpillError) as error:
+        raise UsageError(str(error)) from error
+    except OverflowError as error:
+        raise UsageError(TOO_LARGE) from error
     finally:
         if show is not None:
             print("\r\033[K", end="", file=sys.stderr, flush=True)

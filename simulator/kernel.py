@@ -24,10 +24,19 @@ def _compiled(function: Callable[..., Any]) -> Any:
 
 
 # Places in the array of scalars that survives between calls.
-NOW, NEXT_ARRIVAL, NUM_RUNNING, FRESH_HEAD, NUM_PREEMPTED, FREE, NUM_DONE, NUM_STEPS, NUM_GAPS = (
-    range(9)
-)
-NUM_SCALARS = 9
+(
+    NOW,
+    NEXT_ARRIVAL,
+    NUM_RUNNING,
+    FRESH_HEAD,
+    NUM_PREEMPTED,
+    FREE,
+    NUM_DONE,
+    NUM_STEPS,
+    NUM_GAPS,
+    IS_LAST,
+) = range(10)
+NUM_SCALARS = 10
 
 SLOTS, BUDGET, BLOCKS, PREEMPTION = 1, 2, 3, 4  # records.columns.BLOCKED_CODES
 STOP, LENGTH, KV_EXHAUSTED = 0, 1, 2
@@ -100,7 +109,8 @@ def advance(
     gap_values: Any,
     gap_counts: Any,
 ) -> None:
-    """Run steps until every request is done or a buffer is full; all state is in the arrays.
+    """Run steps until every request is done, a buffer is full or (unless ``IS_LAST``) every request
+    has arrived, so that a step might lack the next; all state is in the arrays.
 
     Arrays of requests have shape ``[requests]`` in order of arrival; times in ns, -1 = never.
     """
@@ -136,6 +146,8 @@ def advance(
             now = arrival[next_arrival]
         while next_arrival < num_requests and arrival[next_arrival] <= now:
             next_arrival += 1
+        if next_arrival == num_requests and scalars[IS_LAST] == 0:
+            break
 
         # Running sequences, in list order.
         budget = budget_of_step

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from blockmanager.manager import BlockManager
-from scheduler.config import SchedulerConfig
+from records.columns import IntArray
 from scheduler.policies import FCFS
+from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from simulator.cost import CostModel
 from simulator.cost.tables import price_tables
@@ -24,7 +25,14 @@ loaded."""
 _BUFFER_ROWS = 65_536
 _LARGEST_STEP = 1 << 17
 """Tokens or sequences of a step up to which its price is put into tables: more take too long to fill."""
+WINDOW_REQUESTS = 65_536
+"""Arrivals taken from the stream at once."""
 _REASONS = ("stop", "length", "kv_exhausted")
+
+
+class _Refused(NamedTuple):
+    request: Request
+    reason: str
 
 
 def is_installed() -> bool:
@@ -52,47 +60,48 @@ def why_not(
         return "the scheduler is not new"
     if max(config.max_num_seqs, config.max_num_batched_tokens) > _LARGEST_STEP:
         return "a step may be very large"
-    caching = scheduler.blocks.enable_prefix_caching
     for request, _ in arrivals:
-        if request.n != 1:
-            return "a request with several outputs"
-        if request.deadline_ns is not None:
-            return "a request with a deadline"
-        if caching and request.content is not None:
-            return "prompts of known content"
+        if (objection := _objection(request, scheduler)) is not None:
+            return objection
     if price_tables(cost, 1, 1) is None:
         return "the cost model has no tables"
     return None
+
+
+def _objection(request: Request, scheduler: Scheduler) -> str | None:
+    if request.n != 1:
+        return "a request with several outputs"
+    if request.deadline_ns is not None:
+        return "a request with a deadline"
+    if scheduler.blocks.enable_prefix_caching and request.content is not None:
+        return "prompts of known content"
+    return None
+
+
+class NotPlainError(Exception):
+    """A request that the compiled loop cannot serve, met after others that it can."""
 
 
 def simulate_compiled(
     scheduler: Scheduler,
     cost: CostModel,
     recorder: Recorder,
-    arrivals: Sequence[Arrival],
+    arrivals: Iterable[Arrival],
     *,
     on_progress: Callable[[int], None] = lambda done: None,
+    window_requests: int = WINDOW_REQUESTS,
 ) -> None:
-    """Run arrivals that ``why_not`` has no objection to; ``recorder`` gets the rows that
+    """Run arrivals to which ``why_not`` has no objection; ``recorder`` gets the rows that
     ``simulate`` would leave.
 
-    ``scheduler`` gives settings and refusals; its own state stays as it is.
+    ``scheduler`` gives settings and refusals; its own state stays as it is. ``arrivals`` are taken
+    ``window_requests`` at a time, and let go of when they are done. Raises ``NotPlainError`` at the
+    first arrival that ``why_not`` would object to.
     """
     from simulator import kernel
 
     config, blocks = scheduler.config, scheduler.blocks
-    served: list[Arrival] = []
-    refused: list[tuple[int, Arrival, str]] = []
-    for arrival in arrivals:
-        reason = scheduler.refusal(arrival.request)
-        if reason is None:
-            served.append(arrival)
-        else:
-            refused.append((arrival.request.arrival_ns, arrival, reason))
-    count = len(served)
-    columns = _Columns(served, config, blocks)
-    most_seqs = min(config.max_num_seqs, max(count, 1))
-    tables = price_tables(cost, config.max_num_batched_tokens, most_seqs)
+    tables = price_tables(cost, config.max_num_batched_tokens, config.max_num_seqs)
     assert tables is not None, "why_not() was not asked"
     scalars = np.zeros(kernel.NUM_SCALARS, np.int64)
     scalars[kernel.FREE] = blocks.num_blocks
@@ -110,23 +119,30 @@ def simulate_compiled(
         ],
         np.int64,
     )
-    running = np.zeros(most_seqs + 1, np.int64)
-    grants = np.zeros(most_seqs + 1, np.int64)
-    preempted = np.zeros(most_seqs + count + 1, np.int64)
+    running = np.zeros(config.max_num_seqs + 1, np.int64)
+    grants = np.zeros(config.max_num_seqs + 1, np.int64)
     steps = np.zeros((_BUFFER_ROWS, kernel.NUM_STEP_COLUMNS), np.int64)
     flops, num_bytes = np.zeros(_BUFFER_ROWS), np.zeros(_BUFFER_ROWS)
     num_gaps = 2 * _BUFFER_ROWS + 2 * config.max_num_seqs
     gap_values, gap_counts = np.zeros(num_gaps, np.int64), np.zeros(num_gaps, np.int64)
+    window = _Window(scheduler, window_requests)
+    source = iter(arrivals)
+    num_before = 0
     advance: Any = kernel.advance  # a compiled function has no signature that mypy knows
-    while scalars[kernel.NUM_DONE] < count:
+    while True:
+        if scalars[kernel.NEXT_ARRIVAL] == window.count and not scalars[kernel.IS_LAST]:
+            num_before += int(scalars[kernel.NUM_DONE])
+            scalars[kernel.IS_LAST] = window.refill(source, scalars, running, recorder)
+        if scalars[kernel.NUM_DONE] == window.count and scalars[kernel.IS_LAST]:
+            break
         scalars[kernel.NUM_STEPS] = scalars[kernel.NUM_GAPS] = 0
         advance(
             scalars,
             settings,
-            *columns.arrays(),
+            *window.columns,
             running,
             grants,
-            preempted,
+            window.preempted,
             *tables,
             steps,
             flops,
@@ -138,105 +154,161 @@ def simulate_compiled(
         recorder.compiled_steps(steps[:done], flops[:done], num_bytes[:done])
         gaps = int(scalars[kernel.NUM_GAPS])
         recorder.gaps.add_array(gap_values[:gaps], gap_counts[:gaps])
-        on_progress(int(scalars[kernel.NUM_DONE]))
-    columns.write(recorder, refused)
+        on_progress(num_before + int(scalars[kernel.NUM_DONE]))
+    window.write_done(scalars, recorder, is_over=True)
 
 
-class _Columns:
-    """The requests as arrays, in order of arrival."""
+_COLUMN_NAMES = (
+    "arrival",
+    "prompt",
+    "target",
+    "limit",
+    "hard_limit",
+    "tokens",
+    "computed",
+    "held",
+    "lost",
+    "first_scheduled",
+    "first_token",
+    "last_token",
+    "max_gap",
+    "preemptions",
+    "recomputed",
+    "reason",
+    "finish",
+    "order",
+)
+"""In the order of the kernel's parameters; ``order`` lists those that are done, as they ended."""
+_NEVER_AT_FIRST = ("first_scheduled", "first_token", "last_token", "finish")
 
-    def __init__(
-        self, served: list[Arrival], config: SchedulerConfig, blocks: BlockManager
-    ) -> None:
-        count = len(served)
 
-        def column(values: list[int]) -> npt.NDArray[np.int64]:
-            return np.array(values, np.int64)
+class _Window:
+    """The requests that the loop may need now, as arrays in order of arrival: those under way, and
+    the next ones of the stream."""
 
-        requests = [arrival.request for arrival in served]
-        self.served = served
-        self.arrival = column([request.arrival_ns for request in requests])
-        self.prompt = column([request.num_prompt_tokens for request in requests])
-        self.target = column([arrival.output_tokens for arrival in served])
-        asked = column(
-            [
-                config.max_model_len
-                if request.max_tokens is None
-                else min(config.max_model_len, request.num_prompt_tokens + request.max_tokens)
-                for request in requests
-            ]
-        )
-        self.hard_limit = asked
-        """Tokens at which an output ends as ``length``."""
+    def __init__(self, scheduler: Scheduler, size: int) -> None:
+        self._scheduler = scheduler
+        self._size = size
+        self._arrivals: list[Arrival] = []
+        self._refused: deque[_Refused] = deque()
+        self._columns = {name: np.zeros(0, np.int64) for name in _COLUMN_NAMES}
+        self.preempted = np.zeros(0, np.int64)
+
+    @property
+    def count(self) -> int:
+        return len(self._arrivals)
+
+    @property
+    def columns(self) -> tuple[IntArray, ...]:
+        return tuple(self._columns.values())
+
+    def refill(
+        self, source: Iterator[Arrival], scalars: IntArray, running: IntArray, recorder: Recorder
+    ) -> bool:
+        """Let go of what is done and take in more of the stream; whether that was the last."""
+        from simulator import kernel
+
+        self.write_done(scalars, recorder)
+        stays = np.ones(self.count, np.bool_)
+        stays[self._columns["order"][: scalars[kernel.NUM_DONE]]] = False
+        place = np.cumsum(stays) - 1
+        for rows, count in ((running, kernel.NUM_RUNNING), (self.preempted, kernel.NUM_PREEMPTED)):
+            rows[: scalars[count]] = place[rows[: scalars[count]]]
+        for counter in (kernel.FRESH_HEAD, kernel.NEXT_ARRIVAL):
+            scalars[counter] = np.count_nonzero(stays[: scalars[counter]])
+        scalars[kernel.NUM_DONE] = 0
+        kept = [
+            arrival for arrival, stay in zip(self._arrivals, stays.tolist(), strict=True) if stay
+        ]
+        read = list(islice(source, self._size))
+        new = self._served(read)
+        columns = self._new_columns(new)
+        for name, column in self._columns.items():
+            self._columns[name] = np.concatenate([column[stays], columns[name]])
+        self._arrivals = kept + new
+        preempted = np.zeros(self.count + len(running), np.int64)
+        preempted[: scalars[kernel.NUM_PREEMPTED]] = self.preempted[: scalars[kernel.NUM_PREEMPTED]]
+        self.preempted = preempted
+        return len(read) < self._size
+
+    def _served(self, arrivals: list[Arrival]) -> list[Arrival]:
+        """Those that are not refused."""
+        served = []
+        for arrival in arrivals:
+            request = arrival.request
+            if (objection := _objection(request, self._scheduler)) is not None:
+                raise NotPlainError(f"request {request.id}: {objection}")
+            reason = self._scheduler.refusal(request)
+            if reason is None:
+                served.append(arrival)
+            else:
+                self._refused.append(_Refused(request, reason))
+        return served
+
+    def _new_columns(self, arrivals: list[Arrival]) -> dict[str, IntArray]:
+        config, blocks = self._scheduler.config, self._scheduler.blocks
+        requests = [arrival.request for arrival in arrivals]
+        never = np.full(len(arrivals), -1, np.int64)
+        columns = {
+            name: never.copy() if name in _NEVER_AT_FIRST else np.zeros_like(never)
+            for name in _COLUMN_NAMES
+        }
+        columns["arrival"][:] = [request.arrival_ns for request in requests]
+        columns["prompt"][:] = [request.num_prompt_tokens for request in requests]
+        columns["target"][:] = [arrival.output_tokens for arrival in arrivals]
+        columns["hard_limit"][:] = [
+            config.max_model_len
+            if request.max_tokens is None
+            else min(config.max_model_len, request.num_prompt_tokens + request.max_tokens)
+            for request in requests
+        ]
+        columns["tokens"] = columns["prompt"].copy()
         # The last token is not written: a sequence that fills the pool has one more.
-        self.limit = np.minimum(asked, blocks.num_blocks * blocks.block_size + 1)
-        self.tokens = self.prompt.copy()
-        zeros, never = np.zeros(count, np.int64), np.full(count, -1, np.int64)
-        self.computed, self.held, self.lost = zeros.copy(), zeros.copy(), zeros.copy()
-        self.first_scheduled, self.first_token = never.copy(), never.copy()
-        self.last_token, self.max_gap = never.copy(), zeros.copy()
-        self.preemptions, self.recomputed = zeros.copy(), zeros.copy()
-        self.reason, self.finish, self.order = zeros.copy(), never.copy(), zeros.copy()
+        capacity = blocks.num_blocks * blocks.block_size
+        columns["limit"] = np.minimum(columns["hard_limit"], capacity + 1)
+        return columns
 
-    def arrays(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """In the order of the kernel's parameters."""
-        return (
-            self.arrival,
-            self.prompt,
-            self.target,
-            self.limit,
-            self.hard_limit,
-            self.tokens,
-            self.computed,
-            self.held,
-            self.lost,
-            self.first_scheduled,
-            self.first_token,
-            self.last_token,
-            self.max_gap,
-            self.preemptions,
-            self.recomputed,
-            self.reason,
-            self.finish,
-            self.order,
-        )
-
-    def write(self, recorder: Recorder, refused: list[tuple[int, Arrival, str]]) -> None:
+    def write_done(self, scalars: IntArray, recorder: Recorder, *, is_over: bool = False) -> None:
         """Rows in the order of the events: at one instant, who ends before who is refused."""
-        order = self.order
-        finishes = self.finish[order]
+        from simulator import kernel
+
+        order = self._columns["order"][: scalars[kernel.NUM_DONE]]
+        finishes = self._columns["finish"][order]
         start = 0
-        for time, arrival, reason in refused:
+        while self._refused:
+            time = self._refused[0].request.arrival_ns
+            if time >= scalars[kernel.NOW] and not is_over:
+                break  # others may still end before
             end = int(np.searchsorted(finishes, time, side="right"))
             if end > start:
-                self._write_finished(recorder, order[start:end])
+                self._write(recorder, order[start:end])
                 start = end
-            recorder.refused(arrival.request, reason)
-        self._write_finished(recorder, order[start:])
+            recorder.refused(*self._refused.popleft())
+        if len(order) > start:
+            self._write(recorder, order[start:])
 
-    def _write_finished(self, recorder: Recorder, order: npt.NDArray[np.int64]) -> None:
-        if not len(order):
-            return
-        requests = [self.served[index].request for index in order.tolist()]
-        outputs = self.tokens[order] - self.prompt[order]
-        reasons = [_REASONS[code] for code in self.reason[order].tolist()]
+    def _write(self, recorder: Recorder, order: IntArray) -> None:
+        column = {name: values[order] for name, values in self._columns.items()}
+        requests = [self._arrivals[index].request for index in order.tolist()]
+        outputs = column["tokens"] - column["prompt"]
+        reasons = [_REASONS[code] for code in column["reason"].tolist()]
         recorder.compiled_requests(
             requests,
             {
-                "arrival_ns": self.arrival[order],
-                "first_scheduled_ns": self.first_scheduled[order],
-                "first_token_ns": self.first_token[order],
-                "finish_ns": self.finish[order],
-                "prompt_tokens": self.prompt[order],
+                "arrival_ns": column["arrival"],
+                "first_scheduled_ns": column["first_scheduled"],
+                "first_token_ns": column["first_token"],
+                "finish_ns": column["finish"],
+                "prompt_tokens": column["prompt"],
                 "cached_tokens": 0,
                 "output_tokens": outputs,
-                "recomputed_tokens": self.recomputed[order],
+                "recomputed_tokens": column["recomputed"],
                 "refound_tokens": 0,
-                "preemptions": self.preemptions[order],
+                "preemptions": column["preemptions"],
                 "num_samples": 1,
-                "decode_ns": self.last_token[order] - self.first_token[order],
+                "decode_ns": column["last_token"] - column["first_token"],
                 "decode_gaps": outputs - 1,
-                "max_gap_ns": self.max_gap[order],
+                "max_gap_ns": column["max_gap"],
                 "status": [
                     "aborted" if reason == "kv_exhausted" else "completed" for reason in reasons
                 ],

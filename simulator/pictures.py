@@ -149,11 +149,11 @@ class TimeBins:
     """
 
     def __init__(self, steps: Columns, start_ns: int, end_ns: int, num_bins: int) -> None:
-        self._replicas: list[dict[str, npt.NDArray[Any]]] = []
+        self._replicas: list[Columns] = []
         replicas = np.unique(steps["replica"]).tolist()
         starts = steps["start_ns"]
         if len(replicas) == 1 and (starts[1:] >= starts[:-1]).all():
-            self._replicas, replicas = [dict(steps)], []  # millions of rows are not copied
+            self._replicas, replicas = [steps], []  # millions of rows are not copied
         for replica in replicas:
             rows = np.flatnonzero(steps["replica"] == replica)
             rows = rows[np.argsort(steps["start_ns"][rows], kind="stable")]
@@ -189,7 +189,7 @@ class TimeBins:
     def _sum(self, parts: Iterable[FloatArray]) -> FloatArray:
         return sum(parts, start=np.zeros(len(self.edges_ns) - 1))
 
-    def _spread(self, steps: dict[str, npt.NDArray[Any]], amounts: npt.NDArray[Any]) -> FloatArray:
+    def _spread(self, steps: Columns, amounts: npt.NDArray[Any]) -> FloatArray:
         """Amount per ns in each bin, from the running total, which rises evenly in a step."""
         starts, durations = steps["start_ns"], steps["duration_ns"]
         edges = self.edges_ns + self._start_ns
@@ -235,9 +235,8 @@ def _draw_distribution(
         linewidth=2,
         drawstyle="steps-post",
     )
-    ordered = scaled.tolist()
     for q, marker in ((50, "o"), (95, "s"), (99, "D")):
-        value = linear_percentile(ordered.__getitem__, len(ordered), q)
+        value = linear_percentile(scaled.item, len(scaled), q)
         label = f"p{q}  {_seconds(value * unit.ns)}"
         style: dict[str, Any] = {
             "color": _BLUE,

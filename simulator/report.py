@@ -14,10 +14,10 @@ from records.columns import Columns
 from records.run import RunRecord
 from scheduler.policies import load_policy
 from simulator.pictures import TimeBins
-from simulator.run import package_version
+from simulator.run import RunResult, package_version
 from simulator.settings import Setup
 from simulator.verdict import Verdict
-from traces.trace import Trace
+from traces.trace import Trace, TraceStream
 
 WIDTH = 100
 _LABEL = 14
@@ -54,8 +54,9 @@ def _line(label: str, text: str) -> list[str]:
     ) or [f"  {label}"]
 
 
-def render(record: RunRecord, verdict: Verdict, setup: Setup, trace: Trace, origin: str) -> str:
+def render(result: RunResult, setup: Setup, origin: str) -> str:
     """The whole report. ``origin`` says where the trace came from if that was not the flag."""
+    record, verdict, trace = result.record, result.verdict, result.trace
     summary = record.summary
     sections = [
         [f"kvplan {package_version()}: simulated run".replace(" unknown", "")],
@@ -67,7 +68,7 @@ def render(record: RunRecord, verdict: Verdict, setup: Setup, trace: Trace, orig
         _kv(record, trace),
         _work(summary),
         _preemptions(record.requests),
-        _cut_short(record.requests, trace),
+        _cut_short(record.requests, result.asked),
         _refusals(record.requests),
         _assumed(setup),
     ]
@@ -86,24 +87,23 @@ def _verdict(verdict: Verdict) -> list[str]:
     return lines + _line("what helps", change)
 
 
-def _what_was_run(setup: Setup, trace: Trace, origin: str) -> list[str]:
+def _what_was_run(setup: Setup, trace: Trace | TraceStream, origin: str) -> list[str]:
     settings, layout = setup.settings, setup.layout
 
     def mark(name: str) -> str:
         setting = settings[name]
         return "" if setting.source == "given" else f" [{setting.source}]"
 
-    arrivals = trace.arrivals
-    span = (arrivals[-1].request.arrival_ns - arrivals[0].request.arrival_ns) / 1e9
-    rate = f", {_number(len(arrivals) / span)} requests/s" if span else ", all at once"
+    count, span = trace.num_requests, trace.span_ns / 1e9
+    rate = f", {_number(count / span)} requests/s" if span else ", all at once"
     tp = settings["tensor_parallel_size"].value
     kv_bytes = setup.num_blocks * layout.bytes_per_block
     config = setup.config
     lines = ["Run"]
     lines += _line(
         "trace",
-        f"{trace.path.name} ({trace.format}): {len(arrivals):,} request"
-        f"{'s' if len(arrivals) > 1 else ''} over {format_seconds(span)}"
+        f"{trace.path.name} ({trace.format}): {count:,} request"
+        f"{'s' if count > 1 else ''} over {format_seconds(span)}"
         f"{rate}",
     )
     if origin:
@@ -233,7 +233,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
-def _kv(record: RunRecord, trace: Trace) -> list[str]:
+def _kv(record: RunRecord, trace: Trace | TraceStream) -> list[str]:
     kv = record.summary["kv"]
     lines = ["KV memory"]
     hit = (
@@ -330,16 +330,17 @@ def _preemptions(requests: Columns) -> list[str]:
     return lines
 
 
-def _cut_short(requests: Columns, trace: Trace) -> list[str]:
+def _cut_short(requests: Columns, asked: Mapping[str, int]) -> list[str]:
     """Outputs that ended before their true length: the run did less than the trace asks for."""
-    wanted = {request.id: output_tokens * request.n for request, output_tokens in trace.arrivals}
     rows = list(
         zip(requests["id"], requests["finish_reason"], requests["output_tokens"], strict=True)
     )
     lines = []
-    cut = [(name, int(got)) for name, why, got in rows if why == "length" and got < wanted[name]]
+    cut = [
+        (name, int(got)) for name, why, got in rows if why == "length" and got < asked.get(name, 0)
+    ]
     if cut:
-        lost = sum(wanted[name] - got for name, got in cut)
+        lost = sum(asked[name] - got for name, got in cut)
         lines += _line(
             "",
             f"{_requests(len(cut))} cut at max_tokens or max_model_len, {lost:,} output tokens less than "

@@ -5,21 +5,23 @@ from __future__ import annotations
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from records.metrics import summarize
 from records.run import RunRecord
 from scheduler.plan import StepResult
 from scheduler.scheduler import RequestRefusedError, Scheduler
-from simulator.kernel_run import WORTH_COMPILING, simulate_compiled, why_not
+from simulator.kernel_run import WORTH_COMPILING, NotPlainError, simulate_compiled, why_not
 from simulator.recorder import Recorder
 from simulator.replica import simulate
 from simulator.settings import Setting, Setup
 from simulator.verdict import Verdict, judge
-from traces.trace import Trace
+from traces.formats.base import TraceError
+from traces.trace import NotStreamableError, Trace, TraceStream
 from traces.workload import Arrival, OpenLoop
 
 NS = 1_000_000_000
@@ -28,6 +30,11 @@ NS = 1_000_000_000
 class RunResult(NamedTuple):
     record: RunRecord
     verdict: Verdict
+    trace: Trace | TraceStream
+    """What was served; a stream that had to be sorted is held now."""
+    asked: dict[str, int]
+    """Output tokens that the trace has for each request that may not get them all (max_tokens,
+    max_model_len, the whole pool)."""
 
 
 def package_version() -> str:
@@ -39,40 +46,76 @@ def package_version() -> str:
 
 def run(
     setup: Setup,
-    trace: Trace,
+    trace: Trace | TraceStream,
     *,
     on_progress: Callable[[int], None] | None = None,
     compiled: bool | None = None,
+    strict: bool = False,
 ) -> RunResult:
     """Replay a trace on one replica.
 
-    ``on_progress`` is called now and then with the number of requests that are done. ``compiled``
-    says whether the compiled loop is used where it can be; ``None`` = for long traces. The record is
-    the same either way.
+    Parameters
+    ----------
+    trace
+        A stream is read as the run goes. Where that shows that it cannot be streamed, it is read
+        as a whole and the run starts again.
+    on_progress
+        Called now and then with the number of requests that are done.
+    compiled
+        Whether the compiled loop is used where it can be; ``None`` = for long traces. The record is
+        the same either way.
+    strict
+        A request that would be refused is an error.
+
+    Raises
+    ------
+    TraceError
+        For what is wrong with a stream, with a request (``strict``), or with --warm-start.
     """
+    while True:
+        try:
+            return _run(setup, trace, on_progress or _silent, compiled, strict)
+        except NotStreamableError:
+            assert isinstance(trace, TraceStream)
+            trace = trace.read()
+        except NotPlainError:  # the first requests were
+            compiled = False
+
+
+def _run(
+    setup: Setup,
+    trace: Trace | TraceStream,
+    on_progress: Callable[[int], None],
+    compiled: bool | None,
+    strict: bool,
+) -> RunResult:
     scheduler = setup.scheduler()
-    arrivals = _with_defaults(trace.arrivals, setup)
-    num_warm = setup.settings["warm_start"].value
+    load = _Load(trace, setup, scheduler, strict)
+    arrivals = iter(load)
+    num_warm = setup.settings["warm_start"].value or 0
+    first = list(islice(arrivals, max(WORTH_COMPILING, num_warm)))
     if num_warm:
-        warm_up(scheduler, arrivals[:num_warm])
+        if all(request.content is None for request, _ in first[:num_warm]):
+            raise TraceError(
+                f"--warm-start has no effect: {trace.path} does not say which prefixes are equal"
+            )
+        warm_up(scheduler, first[:num_warm])
     evictions_before = scheduler.blocks.pool.num_evictions
     recorder = Recorder(setup.num_blocks)
     until = setup.settings["until"].value
     until_ns = None if until is None else round(until * NS)
-    tick = _throttled(on_progress, recorder)
-    compiled = len(arrivals) >= WORTH_COMPILING if compiled is None else compiled
-    if compiled and why_not(scheduler, setup.cost, arrivals, until_ns) is None:
-        simulate_compiled(
-            scheduler, setup.cost, recorder, arrivals, on_progress=on_progress or _silent
-        )
+    compiled = len(first) >= WORTH_COMPILING if compiled is None else compiled
+    all_arrivals = chain(first, arrivals)
+    if compiled and why_not(scheduler, setup.cost, first, until_ns) is None:
+        simulate_compiled(scheduler, setup.cost, recorder, all_arrivals, on_progress=on_progress)
     else:
         simulate(
             scheduler,
             setup.cost,
             recorder,
-            OpenLoop(arrivals),
+            OpenLoop(all_arrivals),
             until_ns=until_ns,
-            on_progress=tick,
+            on_progress=_throttled(on_progress, recorder),
         )
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     settings = run_settings(setup, trace)
@@ -88,7 +131,41 @@ def run(
     )
     verdict = judge(requests, steps, recorder.gaps, setup, summary)
     summary["bottleneck"] = verdict.as_bottleneck()
-    return RunResult(RunRecord(settings, requests, steps, recorder.gaps, summary), verdict)
+    record = RunRecord(settings, requests, steps, recorder.gaps, summary)
+    return RunResult(record, verdict, trace, load.asked)
+
+
+class _Load:
+    """Arrivals with the flags' ``max_tokens`` and deadline where their rows have none."""
+
+    def __init__(
+        self, trace: Trace | TraceStream, setup: Setup, scheduler: Scheduler, strict: bool
+    ) -> None:
+        self.asked: dict[str, int] = {}
+        self._trace, self._scheduler, self._strict = trace, scheduler, strict
+        self._max_tokens: int | None = setup.settings["max_tokens"].value
+        deadline = setup.settings["deadline"].value
+        self._deadline_ns = None if deadline is None else round(deadline * NS)
+        capacity = setup.num_blocks * setup.layout.block_size
+        self._most_tokens = min(setup.config.max_model_len, capacity)
+
+    def __iter__(self) -> Iterator[Arrival]:
+        for request, output_tokens in self._trace:
+            changes: dict[str, Any] = {}
+            if self._max_tokens is not None and request.max_tokens is None:
+                changes["max_tokens"] = self._max_tokens
+            if self._deadline_ns is not None and request.deadline_ns is None:
+                changes["deadline_ns"] = request.arrival_ns + self._deadline_ns
+            if changes:
+                request = replace(request, **changes)
+            if self._strict and (reason := self._scheduler.refusal(request)) is not None:
+                raise TraceError(
+                    f"{self._trace.path}: request {request.id} would be refused: {reason}"
+                )
+            room = self._most_tokens - request.num_prompt_tokens
+            if output_tokens > min(room, request.max_tokens or room):
+                self.asked[request.id] = output_tokens * request.n
+            yield Arrival(request, output_tokens)
 
 
 def warm_up(scheduler: Scheduler, arrivals: Sequence[Arrival]) -> None:
@@ -109,29 +186,12 @@ def warm_up(scheduler: Scheduler, arrivals: Sequence[Arrival]) -> None:
                 scheduler.abort(request.id)
 
 
-def _with_defaults(arrivals: list[Arrival], setup: Setup) -> list[Arrival]:
-    """Requests with the flags' ``max_tokens`` and deadline where their rows have none."""
-    max_tokens = setup.settings["max_tokens"].value
-    deadline = setup.settings["deadline"].value
-    if max_tokens is None and deadline is None:
-        return arrivals
-    changed = []
-    for request, output_tokens in arrivals:
-        changes: dict[str, Any] = {}
-        if max_tokens is not None and request.max_tokens is None:
-            changes["max_tokens"] = max_tokens
-        if deadline is not None and request.deadline_ns is None:
-            changes["deadline_ns"] = request.arrival_ns + round(deadline * NS)
-        changed.append(Arrival(replace(request, **changes) if changes else request, output_tokens))
-    return changed
-
-
 def _silent(done: int) -> None:
     """Nobody watches."""
 
 
-def _throttled(on_progress: Callable[[int], None] | None, recorder: Recorder) -> Callable[[], None]:
-    if on_progress is None:
+def _throttled(on_progress: Callable[[int], None], recorder: Recorder) -> Callable[[], None]:
+    if on_progress is _silent:
         return lambda: None
     last = time.monotonic()
 
@@ -145,7 +205,7 @@ def _throttled(on_progress: Callable[[int], None] | None, recorder: Recorder) ->
     return tick
 
 
-def run_settings(setup: Setup, trace: Trace) -> dict[str, Any]:
+def run_settings(setup: Setup, trace: Trace | TraceStream) -> dict[str, Any]:
     """run.json: every resolved setting by name, and where each came from."""
     settings: dict[str, Any] = {name: setting.value for name, setting in setup.settings.items()}
     settings["model"] = setup.shape.name

@@ -227,7 +227,8 @@ def test_si02_a_preemption_is_one_long_gap() -> None:
     ],
 )
 def test_si02_wrong_rows_are_named(changes: dict[str, Any], message: str) -> None:
-    requests, gaps = si02()
+    rows, gaps = si02()
+    requests = dict(rows)
     for name, value in changes.items():
         requests[name] = requests[name].copy()
         requests[name][1] = np.ma.masked if value is None else value

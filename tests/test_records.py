@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from records.columns import (
     REQUEST_SCHEMA,
     STEP_SCHEMA,
     Columns,
+    ColumnStore,
     RequestRow,
+    SpillError,
     StepRow,
     exact_sum,
     request_store,
@@ -486,3 +489,54 @@ def test_a_column_of_one_value_takes_no_memory_until_another_comes() -> None:
     assert columns["copies"].tolist() == [row.copies] * 10_000 + [99]
     assert same["copies"].tolist() == [row.copies] * 10_000
     assert columns["waiting"].tolist() == [row.waiting] * 10_001
+
+
+@pytest.mark.parametrize("spill_rows", [0, 1, 50, 4096, 5000])
+def test_rows_beyond_memory_lie_in_files_and_read_the_same(spill_rows: int) -> None:
+    """Single rows, blocks, columns of one value, missing values: all of it on both sides of the
+    limit."""
+    stores = [
+        ColumnStore[RequestRow](REQUEST_SCHEMA, spill_rows=limit) for limit in (10**9, spill_rows)
+    ]
+    seen: list[Any] = []
+    for store in stores:
+        for i in range(60):
+            store.append(
+                request_row(
+                    id=str(i), arrival_ns=i, first_token_ns=None if i % 3 else i, priority=4
+                )
+            )
+        seen.append(store.columns())  # what was read stays as it was
+        block = request_row()._asdict()
+        block |= {"id": [str(i) for i in range(6000)], "arrival_ns": np.arange(6000)}
+        block["first_token_ns"] = np.ma.MaskedArray(np.arange(6000), mask=np.arange(6000) % 2 == 0)
+        store.extend(6000, block)
+        store.extend(20, {**request_row()._asdict(), "priority": np.arange(20)})
+    for names in ((seen[0], seen[1]), (stores[0].columns(), stores[1].columns())):
+        held, spilled = names
+        assert list(held) == list(spilled) == list(REQUEST_SCHEMA)
+        for name in held:
+            if isinstance(held[name], list):
+                assert held[name] == spilled[name]
+            else:
+                np.testing.assert_array_equal(
+                    np.ma.getmaskarray(held[name]), np.ma.getmaskarray(spilled[name])
+                )
+                np.testing.assert_array_equal(
+                    np.ma.getdata(held[name]), np.ma.getdata(spilled[name])
+                )
+                assert not np.ma.getdata(spilled[name]).flags.writeable
+    record_bytes = []
+    for store in stores:
+        with tempfile.TemporaryDirectory() as folder:
+            record_of(store.columns()).write(Path(folder) / "run")
+            record_bytes.append((Path(folder) / "run/requests.parquet").read_bytes())
+    assert record_bytes[0] == record_bytes[1]
+
+
+def test_rows_that_fit_on_no_disk_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ColumnStore[StepRow](STEP_SCHEMA, spill_rows=10)
+    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
+        monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
+        with pytest.raises(SpillError, match=r"temporary folder .*No space left.*TMPDIR"):
+            store.extend(100_000, {**step_row()._asdict(), "waiting": np.arange(100_000)})

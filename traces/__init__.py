@@ -5,19 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 from traces.formats.base import TraceError
-from traces.trace import Skipped, Trace, iter_rows, read_trace
+from traces.trace import (
+    NotStreamableError,
+    Skipped,
+    Trace,
+    TraceStream,
+    iter_rows,
+    read_trace,
+    stream_trace,
+)
 from traces.workload import Arrival, OpenLoop, Workload
 
 __all__ = [
     "Arrival",
+    "NotStreamableError",
     "OpenLoop",
     "Skipped",
     "Trace",
     "TraceError",
+    "TraceStream",
     "Workload",
     "default_trace_path",
     "iter_rows",
     "read_trace",
+    "stream_trace",
 ]
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from records.columns import BLOCKED_CODES, Columns, exact_sum
 from records.gaps import GapCounts
-from records.metrics import meets
+from records.metrics import float_sum, meets
 from records.slo import Metric
 from scheduler.features import StepFeatures
 from simulator.cost.step import CostModel, StepPrice
@@ -322,7 +322,7 @@ class Facts:
 
     def use(self, rows: Mask, what: Literal["flops", "bytes"]) -> float | None:
         """Share of the peak in those steps; ``None`` where the cost model does not know."""
-        total = math.fsum(self.steps[what][rows].tolist())
+        total = float_sum(self.steps[what][rows])
         busy_ns = exact_sum(self.duration[rows])
         setup = self.setup
         peak = setup.peak_flops if what == "flops" else setup.gpu.memory_bandwidth

@@ -11,6 +11,7 @@ import numpy as np
 from blockmanager import BlockManager
 from records.columns import Columns
 from records.gaps import GapCounts
+from records.run import RunRecord
 from scheduler import Request, Scheduler, SchedulerConfig, load_policy
 from scheduler.features import StepFeatures
 from simulator.cost import ConstantCost, CostModel
@@ -94,3 +95,16 @@ class RandomCost:
 
 def poisson_arrivals(rng: np.random.Generator, rate: float, count: int) -> np.ndarray[Any, Any]:
     return np.cumsum(rng.exponential(1 / rate, count))
+
+
+def assert_same_record(a: RunRecord, b: RunRecord) -> None:
+    assert a.settings == b.settings
+    assert a.summary == b.summary
+    assert a.gaps.gaps.tolist() == b.gaps.gaps.tolist()
+    assert a.gaps.counts.tolist() == b.gaps.counts.tolist()
+    for ours, theirs in ((a.requests, b.requests), (a.steps, b.steps)):
+        assert (ours is None) == (theirs is None)
+        if ours is None or theirs is None:
+            continue
+        for name in ours:
+            assert list(ours[name]) == list(theirs[name]), name

@@ -39,6 +39,7 @@ from tests.simulation.command import (
     simulated,
     write_trace,
 )
+from tests.simulation.helpers import assert_same_record
 from traces import read_trace
 
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
@@ -447,19 +448,6 @@ def written(burst: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     assert (tight.code, tight.err, roomy.code, roomy.err) == (0, "", 0, "")
     assert f"Written: {folder / 'roomy'}" in roomy.out
     return folder / "tight", folder / "roomy", tight
-
-
-def assert_same_record(a: RunRecord, b: RunRecord) -> None:
-    assert a.settings == b.settings
-    assert a.summary == b.summary
-    assert a.gaps.gaps.tolist() == b.gaps.gaps.tolist()
-    assert a.gaps.counts.tolist() == b.gaps.counts.tolist()
-    for ours, theirs in ((a.requests, b.requests), (a.steps, b.steps)):
-        assert (ours is None) == (theirs is None)
-        if ours is None or theirs is None:
-            continue
-        for name in ours:
-            assert list(ours[name]) == list(theirs[name]), name
 
 
 def test_the_record_reads_back_as_what_was_run(
@@ -958,7 +946,7 @@ def run_any(rows: list[dict[str, Any]], options: dict[str, Any]) -> tuple[RunRes
         trace = read_trace(write_trace(Path(folder) / "any.jsonl", rows))
     setup = resolve(asked)
     result = run(setup, trace)
-    return result, render(result.record, result.verdict, setup, trace, "")
+    return result, render(result, setup, "")
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,7 +12,7 @@ from blockmanager import BlockManager, TokenContent
 from catalog import load_gpu, load_model
 from scheduler import Scheduler, SchedulerConfig, load_policy
 from simulator.cost import ConstantCost, CostModel, LinearCost, NoCacheCost, PhysicalCost
-from simulator.kernel_run import simulate_compiled, why_not
+from simulator.kernel_run import WINDOW_REQUESTS, NotPlainError, simulate_compiled, why_not
 from simulator.recorder import Recorder
 from tests.simulation.helpers import Run, arrival, run
 from tests.simulation.test_fast_forward import assert_same
@@ -43,13 +43,14 @@ def compiled(
     num_blocks: int = 10_000,
     block_size: int = 16,
     watermark_blocks: int = 0,
+    window_requests: int = WINDOW_REQUESTS,
     **config: Any,
 ) -> Run:
     blocks = BlockManager(num_blocks, block_size, watermark_blocks=watermark_blocks)
     scheduler = Scheduler(SchedulerConfig(**config), blocks)
     assert why_not(scheduler, cost, arrivals, None) is None
     recorder = Recorder(num_blocks)
-    simulate_compiled(scheduler, cost, recorder, arrivals)
+    simulate_compiled(scheduler, cost, recorder, iter(arrivals), window_requests=window_requests)
     return Run(recorder.requests.columns(), recorder.steps.columns(), recorder.gaps, scheduler)
 
 
@@ -87,12 +88,13 @@ def loads(draw: st.DrawFn) -> tuple[list[Arrival], dict[str, Any]]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(loads(), st.sampled_from(sorted(COSTS)))
+@given(loads(), st.sampled_from(sorted(COSTS)), st.sampled_from([1, 2, 5, 20, WINDOW_REQUESTS]))
 def test_record_is_that_of_the_simple_loop(
-    load: tuple[list[Arrival], dict[str, Any]], cost: str
+    load: tuple[list[Arrival], dict[str, Any]], cost: str, window_requests: int
 ) -> None:
+    """However few arrivals it takes from the stream at once."""
     arrivals, options = load
-    fast = compiled(arrivals, COSTS[cost], **options)
+    fast = compiled(arrivals, COSTS[cost], window_requests=window_requests, **options)
     slow = run(arrivals, COSTS[cost], **options)
     # The compiled loop keeps no blocks of its own: those of the schedulers are not compared.
     assert_same(fast, slow, pools=False)
@@ -127,3 +129,10 @@ def test_what_it_cannot_do_is_left_to_the_simple_loop(why: str, changes: dict[st
     )
     assert reason is not None
     assert why in reason
+
+
+def test_an_arrival_that_it_cannot_do_stops_it_wherever_it_comes() -> None:
+    arrivals = [arrival(str(i), i, 5, 3) for i in range(8)] + [arrival("late", 9, 5, 3, n=2)]
+    scheduler = Scheduler(SchedulerConfig(), BlockManager(10, 4))
+    with pytest.raises(NotPlainError, match="late: a request with several outputs"):
+        simulate_compiled(scheduler, COSTS["constant"], Recorder(10), arrivals, window_requests=3)
