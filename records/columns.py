@@ -9,6 +9,7 @@ mask on), a nullable string column is a list with ``None``.
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -127,7 +128,7 @@ class SpillError(ValueError):
 class _Values:
     """Numbers appended in blocks: an array that doubles, beyond ``spill_rows`` a file."""
 
-    __slots__ = ("_data", "_dtype", "_file", "_spill_rows")
+    __slots__ = ("__weakref__", "_data", "_dtype", "_file", "_spill_rows")
 
     def __init__(self, dtype: npt.DTypeLike, spill_rows: int) -> None:
         self._dtype = np.dtype(dtype)
@@ -146,7 +147,8 @@ class _Values:
             return
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="kvplan-")  # noqa: SIM115 (as long as we)
+                self._file = tempfile.TemporaryFile(prefix="kvplan-")  # noqa: SIM115
+                weakref.finalize(self, self._file.close)  # maps of it stay good
                 self._file.write(self._data[:start].data)
                 self._data = np.zeros(0, self._dtype)
             block = np.ascontiguousarray(np.broadcast_to(values, end - start), self._dtype)

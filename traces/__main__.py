@@ -146,6 +146,12 @@ def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
             metavar="MEDIAN:P95" if is_law else "N" if isinstance(value, int) else "X",
             help=f"{text} (default: {shown})",
         )
+    parser.add_argument(
+        "--hash-ids",
+        action=argparse.BooleanOptionalAction,
+        default=default.hash_ids,
+        help="say which blocks prompts share (on)",
+    )
     parser.set_defaults(run=_generate)
 
 

@@ -68,6 +68,8 @@ class ChatSettings:
     max_context: int = 8_192
     """A session ends where prompt and answer would not fit."""
     hash_block_size: int = 32
+    hash_ids: bool = True
+    """False leaves them out: what prompts share is then unknown, as in traces of lengths only."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -227,15 +229,16 @@ def _rows(
         held += range(num_ids, num_ids + missing)
         num_ids += missing
         name = names[turn.session]
-        yield {
+        row = {
             "id": f"{name}.{turn.number}",
             "arrival_s": turn.arrival_ns // _MS / 1_000,
             "prompt_tokens": turn.prompt_tokens,
             "output_tokens": turn.output_tokens,
             "session_id": name,
-            "hash_block_size": size,
-            "hash_ids": held[:blocks],
         }
+        yield row | (
+            {"hash_block_size": size, "hash_ids": held[:blocks]} if settings.hash_ids else {}
+        )
 
 
 def chat_lines(settings: ChatSettings) -> Iterator[str]:
