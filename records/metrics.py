@@ -7,9 +7,8 @@ give equal bytes on any machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,8 @@ import numpy.typing as npt
 from records.columns import STATUSES, Columns, IntArray, NullableInts, exact_sum
 from records.gaps import GapCounts, linear_percentile
 from records.slo import METRICS, NO_LIMITS, Limits, Metric, RequestLimit, StatisticLimit
+from records.steps import StepRows, Where, float_sum
+from records.steps import end_ns as step_end_ns
 
 PERCENTILE_RULE = "linear"
 """Linear interpolation between order statistics, as ``numpy.percentile`` does by default."""
@@ -93,7 +94,8 @@ def summarize(
         For a status that is not one of ``STATUSES``.
     """
     counts = _status_counts(requests)
-    span = _makespan_ns(requests, steps, end_ns)
+    rows = None if steps is None else StepRows(steps)
+    span = _makespan_ns(requests, rows, end_ns)
     values = latencies(requests)
     return {
         "requests": counts,
@@ -104,9 +106,9 @@ def summarize(
         "queue_s": _distribution(values.queue),
         "throughput": _throughput(requests, span),
         "goodput": _goodput(requests, values, gaps, limits, span),
-        "kv": _kv(requests, steps, settings, span, evictions),
-        "steps": _step_summary(steps),
-        "utilization": _utilization(steps, settings),
+        "kv": _kv(requests, rows, settings, span, evictions),
+        "steps": _step_summary(rows),
+        "utilization": _utilization(rows, settings),
         "makespan_s": None if span is None else span / _NS,
         "bottleneck": dict(bottleneck) if bottleneck else {"kind": None, "why": None},
         "percentile_rule": PERCENTILE_RULE,
@@ -237,7 +239,7 @@ def _status_counts(requests: Columns) -> dict[str, int]:
     return {"total": len(statuses), **{s: statuses.count(s) for s in STATUSES}}
 
 
-def _makespan_ns(requests: Columns, steps: Columns | None, end_ns: int | None) -> int | None:
+def _makespan_ns(requests: Columns, steps: StepRows | None, end_ns: int | None) -> int | None:
     """Last event - first arrival; ``None`` for a run without requests.
 
     An unfinished request may have an arrival that the stopped run never came to.
@@ -249,7 +251,7 @@ def _makespan_ns(requests: Columns, steps: Columns | None, end_ns: int | None) -
     times = [arrival[is_over]]
     times += [_present(requests[n]) for n in ("first_scheduled_ns", "first_token_ns", "finish_ns")]
     if steps is not None:
-        times.append(steps["start_ns"] + steps["duration_ns"])
+        times.append(np.array([steps.most(step_end_ns)], np.int64))
     if end_ns is not None and not is_over.all():
         times.append(np.array([end_ns], np.int64))
     first = int(arrival.min())
@@ -267,12 +269,6 @@ def _total(values: npt.NDArray[Any]) -> int | float:
     if values.dtype.kind == "i":
         return exact_sum(values)
     return float_sum(values)
-
-
-def float_sum(values: FloatArray) -> float:
-    """Correctly rounded; a list of millions of floats is not made."""
-    pieces = (values[at : at + 65_536].tolist() for at in range(0, len(values), 65_536))
-    return math.fsum(chain.from_iterable(pieces))
 
 
 def _distribution(values: npt.NDArray[Any]) -> dict[str, float | int | None]:
@@ -365,7 +361,7 @@ def _in_order(passes: Mapping[Metric, object]) -> list[Metric]:
 
 def _kv(
     requests: Columns,
-    steps: Columns | None,
+    steps: StepRows | None,
     settings: Mapping[str, Any],
     span_ns: int | None,
     evictions: int | None,
@@ -374,11 +370,10 @@ def _kv(
     block_size = settings.get("block_size")
     peak = mean = None
     if steps is not None and num_blocks:
-        used: IntArray = steps["blocks_used"]
-        peak = int(used.max()) / num_blocks if len(used) else 0.0
+        peak = steps.most("blocks_used") / num_blocks
         if span_ns:
             # Blocks x ns as exact integers; between steps nothing runs and nothing is held.
-            area = _weighted_sum(used, steps["duration_ns"])
+            area = steps.weighted("blocks_used")
             mean = area / (span_ns * num_blocks * settings.get("num_replicas", 1))
     is_admitted = ~np.ma.getmaskarray(requests["first_scheduled_ns"])
     prompt = exact_sum(requests["prompt_tokens"][is_admitted])
@@ -400,29 +395,31 @@ def _kv(
     }
 
 
-def _step_summary(steps: Columns | None) -> dict[str, Any]:
+def _step_summary(steps: StepRows | None) -> dict[str, Any]:
     if steps is None:
         return {"count": None, "mean_s": None, "mean_batch": None}
-    durations: IntArray = steps["duration_ns"]
-    busy = exact_sum(durations)
+    busy = steps.total("duration_ns")
     return {
-        "count": len(durations),
-        "mean_s": busy / (len(durations) * _NS) if len(durations) else None,
-        "mean_batch": _weighted_sum(steps["num_seqs"], durations) / busy if busy else None,
+        "count": len(steps),
+        "mean_s": busy / (len(steps) * _NS) if len(steps) else None,
+        "mean_batch": steps.weighted("num_seqs") / busy if busy else None,
     }
 
 
 def _utilization(
-    steps: Columns | None, settings: Mapping[str, Any]
+    steps: StepRows | None, settings: Mapping[str, Any]
 ) -> dict[str, dict[str, float | None]]:
     if steps is None:
         return {kind: {"compute": None, "bandwidth": None} for kind in ("prefill", "decode")}
-    is_prefill: BoolArray = steps["prefill_tokens"] > 0
+    kinds: dict[str, Where] = {
+        "prefill": lambda rows: rows["prefill_tokens"] > 0,
+        "decode": lambda rows: rows["prefill_tokens"] == 0,
+    }
     result = {}
-    for kind, rows in (("prefill", is_prefill), ("decode", ~is_prefill)):
-        busy_ns = exact_sum(steps["duration_ns"][rows])
+    for kind, where in kinds.items():
+        busy_ns = steps.total("duration_ns", where)
         result[kind] = {
-            name: _share(steps[column][rows], settings.get(peak), busy_ns)
+            name: _share(steps.float_total(column, where), settings.get(peak), busy_ns)
             for name, column, peak in (
                 ("compute", "flops", "peak_flops"),
                 ("bandwidth", "bytes", "peak_bandwidth"),
@@ -431,13 +428,6 @@ def _utilization(
     return result
 
 
-def _share(amounts: FloatArray, peak: float | None, busy_ns: int) -> float | None:
+def _share(total: float, peak: float | None, busy_ns: int) -> float | None:
     """Share of the peak rate; ``None`` without a peak or a step, or where no step has a price."""
-    total = float_sum(amounts)
     return total * _NS / (peak * busy_ns) if peak and busy_ns and total else None
-
-
-def _weighted_sum(levels: IntArray, durations: IntArray) -> int:
-    """Sum of level x duration, exact: a month at 10^6 blocks passes 2^63."""
-    high, low = durations >> 24, durations & 0xFFFFFF
-    return (exact_sum(levels * high) << 24) + exact_sum(levels * low)

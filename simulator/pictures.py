@@ -8,7 +8,7 @@ bytes (with the same version of matplotlib).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ from records.gaps import linear_percentile
 from records.metrics import Latencies, latencies, meets, statistic_ns
 from records.run import PICTURES, RunRecord
 from records.slo import NO_LIMITS, Limits, Metric, format_ns, parse_limits
+from records.steps import SLICE_ROWS, StepRows, end_ns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,48 +149,70 @@ class TimeBins:
     Steps of one replica do not overlap; several replicas add up.
     """
 
-    def __init__(self, steps: Columns, start_ns: int, end_ns: int, num_bins: int) -> None:
-        self._replicas: list[Columns] = []
-        replicas = np.unique(steps["replica"]).tolist()
-        starts = steps["start_ns"]
-        if len(replicas) == 1 and (starts[1:] >= starts[:-1]).all():
-            self._replicas, replicas = [steps], []  # millions of rows are not copied
-        for replica in replicas:
-            rows = np.flatnonzero(steps["replica"] == replica)
-            rows = rows[np.argsort(steps["start_ns"][rows], kind="stable")]
-            self._replicas.append({name: column[rows] for name, column in steps.items()})
+    def __init__(
+        self,
+        steps: Columns,
+        start_ns: int,
+        end_ns: int,
+        num_bins: int,
+        slice_rows: int = SLICE_ROWS,
+    ) -> None:
+        self._steps = StepRows(steps, slice_rows)
+        self._replicas: list[int] = np.unique(
+            np.concatenate([np.unique(rows["replica"]) for rows in self._steps.slices()])
+        ).tolist()
         self._start_ns = start_ns
         self.edges_ns: FloatArray = np.linspace(0, max(end_ns - start_ns, 1), num_bins + 1)
         """Ascending, shape ``[num_bins + 1]``, from 0 at ``start_ns``."""
 
     def rate(self, column: str) -> FloatArray:
         """Amounts of a step, spread evenly over it, per second (shape ``[num_bins]``)."""
-        return 1e9 * self._sum(self._spread(steps, steps[column]) for steps in self._replicas)
+        return 1e9 * self._sum(self._spread(part, part[column]) for part in self._parts(column))
 
     def mean(self, column: str) -> FloatArray:
         """Time-weighted mean of a level that is 0 between steps (shape ``[num_bins]``)."""
         return self._sum(
-            self._spread(steps, steps[column] * steps["duration_ns"].astype(np.float64))
-            for steps in self._replicas
+            self._spread(part, part[column] * part["duration_ns"].astype(np.float64))
+            for part in self._parts(column)
         )
 
     def peak(self, column: str) -> FloatArray | None:
         """Highest level in each bin; ``None`` for several replicas, whose peaks do not add up."""
         if len(self._replicas) != 1:
             return None
-        steps = self._replicas[0]
-        starts = steps["start_ns"] - self._start_ns
-        first = np.searchsorted(starts + steps["duration_ns"], self.edges_ns[:-1], side="right")
-        last = np.searchsorted(starts, self.edges_ns[1:], side="left")
-        levels = np.append(steps[column], 0)
-        bounds = np.column_stack([first, np.maximum(last, first)]).ravel()
-        peaks = np.maximum.reduceat(levels, bounds)[::2]
-        return np.where(last > first, peaks, 0).astype(np.float64)
+        highest = np.zeros(len(self.edges_ns) - 1)
+        for part in self._parts(column):
+            starts = part["start_ns"] - self._start_ns
+            first = np.searchsorted(starts + part["duration_ns"], self.edges_ns[:-1], side="right")
+            last = np.searchsorted(starts, self.edges_ns[1:], side="left")
+            levels = np.append(part[column], 0)
+            bounds = np.column_stack([first, np.maximum(last, first)]).ravel()
+            peaks = np.maximum.reduceat(levels, bounds)[::2]
+            highest = np.maximum(highest, np.where(last > first, peaks, 0))
+        return highest
+
+    def _parts(self, column: str) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        """Steps of one replica each, by start, some of the rows at a time."""
+        for rows in self._steps.slices():
+            part = {name: rows[name] for name in {column, "start_ns", "duration_ns", "replica"}}
+            for replica in self._replicas:
+                chosen = part
+                if len(self._replicas) > 1:
+                    mine = np.flatnonzero(part["replica"] == replica)
+                    chosen = {name: values[mine] for name, values in part.items()}
+                starts = chosen["start_ns"]
+                if (starts[1:] < starts[:-1]).any():
+                    order = np.argsort(starts, kind="stable")
+                    chosen = {name: values[order] for name, values in chosen.items()}
+                if len(starts):
+                    yield chosen
 
     def _sum(self, parts: Iterable[FloatArray]) -> FloatArray:
         return sum(parts, start=np.zeros(len(self.edges_ns) - 1))
 
-    def _spread(self, steps: Columns, amounts: npt.NDArray[Any]) -> FloatArray:
+    def _spread(
+        self, steps: Mapping[str, npt.NDArray[Any]], amounts: npt.NDArray[Any]
+    ) -> FloatArray:
         """Amount per ns in each bin, from the running total, which rises evenly in a step."""
         starts, durations = steps["start_ns"], steps["duration_ns"]
         edges = self.edges_ns + self._start_ns
@@ -348,7 +371,7 @@ def _draw_throughput(figure: Figure, record: RunRecord) -> None:
         return
     seconds = bins.edges_ns[-1] / 1e9
     means = {
-        name: float(record.steps[f"{name}_tokens"].sum()) / seconds
+        name: StepRows(record.steps).total(f"{name}_tokens") / seconds
         for name in ("prefill", "decode")
     }
     prefill, decode = (_number(mean) for mean in means.values())
@@ -388,10 +411,11 @@ def _bins(record: RunRecord, num_bins: int) -> TimeBins | None:
     if steps is None or not len(steps["start_ns"]):
         return None
     arrivals: IntArray = record.requests["arrival_ns"]
-    start = int(steps["start_ns"].min())
+    rows = StepRows(steps)
+    start = min(int(part["start_ns"].min()) for part in rows.slices())
     if len(arrivals):
         start = min(start, int(arrivals.min()))
-    end = int((steps["start_ns"] + steps["duration_ns"]).max())
+    end = rows.most(end_ns)
     return TimeBins(steps, start, end, num_bins)
 
 

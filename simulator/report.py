@@ -12,6 +12,7 @@ import numpy as np
 from blockmanager.ledger import GIB
 from records.columns import Columns
 from records.run import RunRecord
+from records.steps import StepRows
 from scheduler.policies import load_policy
 from simulator.pictures import TimeBins
 from simulator.run import RunResult, package_version
@@ -267,7 +268,7 @@ def _chart(steps: Columns, num_blocks: int) -> list[str]:
         values = bins.mean(column)
         scale = top if top is not None else max(float(np.max(values)), 1.0)
         bars = "".join(_bar(value / scale) for value in values)
-        peak = int(steps[column].max())
+        peak = StepRows(steps).most(column)
         lines.append(f"  {label:<{_LABEL}}|{bars}| full bar {scale:,.0f}, peak {peak:,}")
     each = format_seconds((end - start) / 1e9 / _CHART_COLUMNS)
     left, right = f"{start / 1e9:,.0f} s", f"{end / 1e9:,.0f} s"

@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from records.columns import BLOCKED_CODES, Columns, exact_sum
 from records.gaps import GapCounts
-from records.metrics import float_sum, meets
+from records.metrics import meets
 from records.slo import Metric
+from records.steps import Rows, StepRows, Where, end_ns, everywhere
 from scheduler.features import StepFeatures
 from simulator.cost.step import CostModel, StepPrice
 from simulator.settings import Setup
@@ -81,6 +82,26 @@ def _price(
     return cost.price(StepFeatures(granted, computed, sampled, is_decode))
 
 
+def is_prefill(rows: Rows) -> Mask:
+    """Steps that compute some of a prompt."""
+    return np.asarray(rows["prefill_tokens"] > 0)
+
+
+def is_mixed(rows: Rows) -> Mask:
+    """Steps of prompts and decodes."""
+    mixed: Mask = is_prefill(rows) & (rows["decode_tokens"] > 0)
+    return mixed
+
+
+def is_pure(rows: Rows) -> Mask:
+    """Steps that only decode."""
+    return ~is_prefill(rows)
+
+
+def _blocked_by(codes: list[int]) -> Where:
+    return lambda rows: np.isin(rows["blocked_by"], codes)
+
+
 class Facts:
     """The rows of a run that had at least one step, condensed to what the rules ask.
 
@@ -95,9 +116,8 @@ class Facts:
         setup: Setup,
         summary: Mapping[str, Any],
     ) -> None:
-        self.setup, self.steps, self.gaps, self.summary = setup, steps, gaps, summary
-        self.start: npt.NDArray[np.int64] = steps["start_ns"]
-        self.duration: npt.NDArray[np.int64] = steps["duration_ns"]
+        self.setup, self.gaps, self.summary = setup, gaps, summary
+        self.steps = StepRows(steps)
         self._take_requests(requests)
         self._take_queue()
         self._take_limits(requests)
@@ -107,17 +127,17 @@ class Facts:
         status = np.array(requests["status"])
         arrival: npt.NDArray[np.int64] = requests["arrival_ns"]
         until = self.setup.settings["until"].value
-        end_ns = int((self.start + self.duration).max())
+        last_ns = self.steps.most(end_ns)
         if until is not None:
-            end_ns = max(end_ns, round(until * 1e9))
-        self.has_arrived = (status != "unfinished") | (arrival <= end_ns)
+            last_ns = max(last_ns, round(until * 1e9))
+        self.has_arrived = (status != "unfinished") | (arrival <= last_ns)
         is_refused = status == "refused"
         self.was_in = self.has_arrived & ~is_refused
         """Arrived and was taken in."""
         scheduled = requests["first_scheduled_ns"]
         never = np.ma.getmaskarray(scheduled)
         left = np.where(
-            np.ma.getmaskarray(requests["finish_ns"]), end_ns, requests["finish_ns"].filled(0)
+            np.ma.getmaskarray(requests["finish_ns"]), last_ns, requests["finish_ns"].filled(0)
         )
         self.wait = np.where(never, left, scheduled.filled(0)) - arrival
         """Until it was scheduled or gave up, ns."""
@@ -143,43 +163,51 @@ class Facts:
         ]
 
     def _take_queue(self) -> None:
-        waiting: npt.NDArray[np.int64] = self.steps["waiting"]
-        self.p99_step = float(np.percentile(self.duration, 99))
+        steps = self.steps
+        self.p99_step = steps.percentile("duration_ns", 99) or 0.0
         is_queued = self.was_in & (self.wait > QUEUED_STEPS * self.p99_step)
         self.queued_share = int(np.count_nonzero(is_queued)) / max(self.num_requests, 1)
         self.first_arrival, self.last_arrival = int(self.arrivals[0]), int(self.arrivals[-1])
         self.span = self.last_arrival - self.first_arrival
         self.is_one_burst = self.span <= self.p99_step
-        before_last = int(np.searchsorted(self.start, self.last_arrival, side="right")) - 1
-        self.waiting_at_end = int(waiting[before_last]) if before_last >= 0 else 0
+        self.waiting_at_end = self._waiting_at(self.last_arrival)
         self.quarters = [self._mean_waiting(quarter) for quarter in range(4)]
-        pressed = (waiting > 0) & (self.start < self.last_arrival)
-        self.pressed = exact_sum(self.duration[pressed]) / max(self.span, 1)
+        last_arrival = self.last_arrival
+        pressed = steps.total(
+            "duration_ns", lambda rows: (rows["waiting"] > 0) & (rows["start_ns"] < last_arrival)
+        )
+        self.pressed = pressed / max(self.span, 1)
         """Share of the arrival time in which somebody waited."""
         # Room lost to a preemption is room lost for want of blocks.
         codes = {name: [code] for name, code in BLOCKED_CODES.items()}
         codes["blocks"] += codes.pop("preemption")
-        masks = {name: np.isin(self.steps["blocked_by"], code) for name, code in codes.items()}
-        waited = {
-            name: exact_sum(waiting[mask] * self.duration[mask]) for name, mask in masks.items()
-        }
+        blocked = {name: _blocked_by(found) for name, found in codes.items()}
+        waited = {name: steps.weighted("waiting", where) for name, where in blocked.items()}
         total = sum(waited.values())
         self.blocked_by = max(waited, key=lambda name: waited[name]) if total else None
         """What most of the waiting time was spent on; ``None`` where nobody waited for a step."""
         self.blocked_share = waited[self.blocked_by] / total if self.blocked_by else 0.0
-        self.is_blocked: Mask = (
-            masks[self.blocked_by] if self.blocked_by else np.ones(len(waiting), np.bool_)
-        )
+        self.is_blocked: Where = blocked[self.blocked_by] if self.blocked_by else everywhere
         """Steps of that kind; all steps where there are none."""
-        self.running: npt.NDArray[np.int64] = self.steps["running"]
-        self.running_blocked = max(_mean(self.running[self.is_blocked]), 1.0)
+        self.running_blocked = max(steps.mean("running", self.is_blocked), 1.0)
+
+    def _waiting_at(self, time_ns: int) -> int:
+        """Waiting in the last step that had started by then."""
+        waiting = 0
+        for rows in self.steps.slices():
+            started = int(np.searchsorted(rows["start_ns"], time_ns, side="right"))
+            if not started:
+                break
+            waiting = int(rows["waiting"][started - 1])
+        return waiting
 
     def _mean_waiting(self, quarter: int) -> float:
         """Time-weighted number waiting in a quarter of the arrival time."""
         low = self.first_arrival + self.span * quarter // 4
         high = self.first_arrival + self.span * (quarter + 1) // 4
-        inside = (self.start >= low) & (self.start < high)
-        area = exact_sum(self.steps["waiting"][inside] * self.duration[inside])
+        area = self.steps.weighted(
+            "waiting", lambda rows: (rows["start_ns"] >= low) & (rows["start_ns"] < high)
+        )
         return area / max(high - low, 1)
 
     def _take_limits(self, requests: Columns) -> None:
@@ -243,12 +271,6 @@ class Facts:
         return "ttft" in self.suffers and alone.duration_ns > self.limit_ns["ttft"]
 
     def _take_load(self, requests: Columns) -> None:
-        steps = self.steps
-        prefill, decode = steps["prefill_tokens"], steps["decode_tokens"]
-        self.is_prefill: Mask = prefill > 0
-        self.is_mixed: Mask = self.is_prefill & (decode > 0)
-        self.is_pure: Mask = ~self.is_prefill
-        """Steps that only decode."""
         outputs = requests["output_tokens"]
         # A sequence decodes for as many steps as it has outputs.
         contexts = (requests["prompt_tokens"] + outputs // 2) * outputs
@@ -263,12 +285,12 @@ class Facts:
         self.context = max(context, 1)
         self.blocked_load = self.load(self.is_blocked)
 
-    def load(self, rows: Mask) -> Load:
-        """The typical step among ``rows``."""
+    def load(self, where: Where) -> Load:
+        """The typical step among those."""
         return Load(
-            decodes=_mean(self.steps["decode_tokens"][rows]),
+            decodes=self.steps.mean("decode_tokens", where),
             context=self.context,
-            prefill=_mean(self.steps["prefill_tokens"][rows]),
+            prefill=self.steps.mean("prefill_tokens", where),
             prompt=self.prompt,
         )
 
@@ -280,7 +302,7 @@ class Facts:
         than the arrivals' peaks would bring in if nobody waited (Little's law: rate x time in
         service, as many again as half of that or two standard deviations of a Poisson number).
         """
-        there = int(np.percentile(self.running + self.steps["waiting"], 95))
+        there = int(self.steps.percentile(lambda rows: rows["running"] + rows["waiting"], 95) or 0)
         done = self.e2e > self.ttft
         if self.offered is None or not done.any():
             return there
@@ -311,28 +333,31 @@ class Facts:
 
         Or over the whole run, if that is more: the first are done long after the first wait.
         """
-        pressed = np.flatnonzero(self.steps["waiting"] > 0)
-        if not len(pressed) or not len(self.departures):
+        low = high = None
+        for rows in self.steps.slices():
+            pressed = np.flatnonzero(rows["waiting"] > 0)
+            if len(pressed):
+                low = int(rows["start_ns"][pressed[0]]) if low is None else low
+                high = int(end_ns(rows)[pressed[-1]])
+        if low is None or high is None or not len(self.departures):
             return None
-        low = int(self.start[pressed[0]])
-        high = int(self.start[pressed[-1]] + self.duration[pressed[-1]])
         done = np.count_nonzero((self.departures > low) & (self.departures <= high))
         overall = len(self.departures) / (int(self.departures[-1]) - self.first_arrival)
         return 1e9 * max(int(done) / (high - low), overall)
 
-    def use(self, rows: Mask, what: Literal["flops", "bytes"]) -> float | None:
+    def use(self, where: Where, what: Literal["flops", "bytes"]) -> float | None:
         """Share of the peak in those steps; ``None`` where the cost model does not know."""
-        total = float_sum(self.steps[what][rows])
-        busy_ns = exact_sum(self.duration[rows])
+        total = self.steps.float_total(what, where)
+        busy_ns = self.busy_ns(where)
         setup = self.setup
         peak = setup.peak_flops if what == "flops" else setup.gpu.memory_bandwidth
         return total * 1e9 / (peak * busy_ns) if total and busy_ns and peak else None
 
-    def busy_ns(self, rows: Mask) -> int:
-        return exact_sum(self.duration[rows])
+    def busy_ns(self, where: Where = everywhere) -> int:
+        return self.steps.total("duration_ns", where)
 
-    def mean_ns(self, rows: Mask) -> float:
-        return _mean(self.duration[rows])
+    def mean_ns(self, where: Where) -> float:
+        return self.steps.mean("duration_ns", where)
 
     def gain(self, factor: float, cost: CostModel | None = None) -> float:
         """Requests per second with ``factor`` times as many sequences at once, over those now."""
@@ -358,8 +383,8 @@ def ms(time_ns: float) -> str:
     return f"{number(time_ns / 1e6)} ms" if time_ns < 1e9 else f"{number(time_ns / 1e9)} s"
 
 
-def shares(facts: Facts, rows: Any) -> str:
-    compute, bandwidth = facts.use(rows, "flops"), facts.use(rows, "bytes")
+def shares(facts: Facts, where: Where) -> str:
+    compute, bandwidth = facts.use(where, "flops"), facts.use(where, "bytes")
     if compute is None or bandwidth is None:
         return "how much of the peaks they use is unknown to this cost model"
     return f"at {compute:.0%} of the peak FLOP/s and {bandwidth:.0%} of the peak bandwidth"

@@ -81,8 +81,7 @@ def _batch_factor(facts: Facts, state: State) -> float:
 def _sequence_limit(facts: Facts, state: State) -> Reason:
     setup, config = facts.setup, facts.setup.config
     limit = config.max_num_seqs
-    used = facts.steps["blocks_used"][facts.is_blocked]
-    peak = int(used.max())
+    peak = facts.steps.most("blocks_used", facts.is_blocked)
     evidence = [
         f"the head of the queue waited for one of max_num_seqs = {limit:,} slots "
         f"{facts.blocked_share:.0%} of the waiting time",
@@ -165,8 +164,8 @@ def _kv_capacity(
         ]
     evidence = [
         *evidence,
-        f"{int(steps['blocks_used'].max()):,} of {setup.num_blocks:,} blocks in use at the peak, "
-        f"{int(steps['preemptions'].sum()):,} preemptions",
+        f"{steps.most('blocks_used'):,} of {setup.num_blocks:,} blocks in use at the peak, "
+        f"{steps.total('preemptions'):,} preemptions",
     ]
     factor = _batch_factor(facts, state)
     if state != "overloaded":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from records.columns import IntArray
+from records.steps import Rows, Where
 from simulator.verdict.changes import (
     HEADROOM,
     LARGEST_FACTOR,
@@ -20,7 +20,7 @@ from simulator.verdict.changes import (
     kv_left,
     kv_options,
 )
-from simulator.verdict.facts import Facts, Mask, ms, number, shares
+from simulator.verdict.facts import Facts, is_mixed, is_prefill, is_pure, ms, number, shares
 
 SATURATED = 0.45
 """Share of a peak (FLOP/s or bandwidth) from which on it is what bounds a step; kernels reach
@@ -41,12 +41,11 @@ JITTER_SHARE = 0.005
 def slow_first_token(facts: Facts) -> Reason:
     """The prompts themselves take long."""
     setup, config, cost = facts.setup, facts.setup.config, facts.setup.cost
-    rows = facts.is_prefill
-    load = facts.load(rows)
+    load = facts.load(is_prefill)
     prompt = facts.long_prompt
     evidence = [
         f"prompts of {prompt:,} tokens (95th percentile) to compute; steps with prefill take "
-        f"{ms(facts.mean_ns(rows))} on average, {shares(facts, rows)}"
+        f"{ms(facts.mean_ns(is_prefill))} on average, {shares(facts, is_prefill)}"
     ]
     threshold = config.long_prefill_token_threshold
     chunk = config.max_num_batched_tokens - round(load.decodes)
@@ -114,11 +113,10 @@ def _jitter(facts: Facts) -> Reason | None:
             f"{int((facts.misses & facts.was_preempted).sum()):,} of {int(facts.misses.sum()):,} "
             "requests that miss the limits were preempted"
         )
-    crowded = facts.steps["blocks_used"] >= 0.9 * setup.num_blocks
-    held = facts.steps["blocks_used"][crowded] / facts.running[crowded].clip(1)
-    # Each of those there, running or put back, would hold what the running ones hold.
-    there = (facts.running + facts.steps["waiting"])[crowded]
-    wanted = float(np.percentile(held * there, 99)) / setup.num_blocks if len(held) else 1.0
+    crowded = facts.steps.percentile(
+        _blocks_wanted, 99, lambda rows: rows["blocks_used"] >= 0.9 * setup.num_blocks
+    )
+    wanted = 1.0 if crowded is None else crowded / setup.num_blocks
     factor = max(1.1 * wanted, 1.25)
     best = choose(
         kv_options(setup, factor),
@@ -142,15 +140,22 @@ def _jitter(facts: Facts) -> Reason | None:
     )
 
 
+def _blocks_wanted(rows: Rows) -> IntArray:
+    """If each of those there, running or put back, held what the running ones hold."""
+    there = rows["running"] + rows["waiting"]
+    wanted: IntArray = rows["blocks_used"] * there // rows["running"].clip(1)
+    return wanted
+
+
 def _are_most_misses(facts: Facts) -> bool:
     return 2 * int((facts.misses & facts.was_preempted).sum()) >= int(facts.misses.sum())
 
 
 def _interference(facts: Facts) -> Reason | None:
     """Decodes that share a step with a prompt wait for it."""
-    if not facts.is_mixed.any() or not facts.is_pure.any():
+    if not facts.steps.count(is_mixed) or not facts.steps.count(is_pure):
         return None
-    pure, mixed = facts.mean_ns(facts.is_pure), facts.mean_ns(facts.is_mixed)
+    pure, mixed = facts.mean_ns(is_pure), facts.mean_ns(is_mixed)
     median, tail = facts.gaps.percentile(50), facts.gaps.percentile(99)
     if mixed < INTERFERENCE * pure or median is None or tail is None:
         return None
@@ -162,10 +167,11 @@ def _interference(facts: Facts) -> Reason | None:
             return None
     elif pure > limit:
         return None  # too slow without any prefill
-    decoded = facts.steps["decode_tokens"]
-    share = int(decoded[facts.is_mixed].sum()) / max(int(decoded.sum()), 1)
-    extra = facts.busy_ns(facts.is_mixed) - pure * int(facts.is_mixed.sum())
-    busy = extra / max(facts.busy_ns(facts.is_mixed | facts.is_pure), 1)
+    steps = facts.steps
+    decoded = steps.total("decode_tokens")
+    share = steps.total("decode_tokens", is_mixed) / max(decoded, 1)
+    extra = facts.busy_ns(is_mixed) - pure * steps.count(is_mixed)
+    busy = extra / max(facts.busy_ns(is_mixed) + facts.busy_ns(is_pure), 1)
     evidence = [
         f"steps with prefill and decodes together last {ms(mixed)} on average, decode-only ones "
         f"{ms(pure)}; {share:.0%} of the decoded tokens come from the long ones",
@@ -204,12 +210,10 @@ def _smaller_budget(facts: Facts, limit_ns: int | None) -> _Chunks | None:
 
     ``None`` where the prompts are no larger than that, or would then miss the limit on TTFT.
     """
-    cost, load = facts.setup.cost, facts.load(facts.is_mixed)
-    target = limit_ns or CALM * facts.mean_ns(facts.is_pure)
+    cost, load = facts.setup.cost, facts.load(is_mixed)
+    target = limit_ns or CALM * facts.mean_ns(is_pure)
     decodes = round(load.decodes)
-    tokens = min(
-        facts.setup.config.max_num_batched_tokens, int(facts.steps["prefill_tokens"].max())
-    )
+    tokens = min(facts.setup.config.max_num_batched_tokens, facts.steps.most("prefill_tokens"))
     while tokens >= SMALLEST_CHUNK:
         tokens //= 2
         step = load.last_chunk_step(cost, tokens, facts.longest_prompt).duration_ns
@@ -228,27 +232,26 @@ def _smaller_budget(facts: Facts, limit_ns: int | None) -> _Chunks | None:
 
 def _bound(facts: Facts) -> Reason:
     """The typical step itself: what it is made of."""
-    busy = facts.busy_ns(facts.is_prefill | facts.is_pure)
-    decode_share = facts.busy_ns(facts.is_pure) / busy
-    rows = facts.is_pure if decode_share >= 0.5 else facts.is_prefill
+    decode_share = facts.busy_ns(is_pure) / facts.busy_ns()
+    rows = is_pure if decode_share >= 0.5 else is_prefill
     name = "decode-only steps" if decode_share >= 0.5 else "steps with prefill"
     share = max(decode_share, 1 - decode_share)
     compute, bandwidth = facts.use(rows, "flops"), facts.use(rows, "bytes")
     kind: Kind = "none"
     if compute is not None and bandwidth is not None and max(compute, bandwidth) >= SATURATED:
         kind = "memory bandwidth" if bandwidth >= compute else "compute"
-    used = int(facts.steps["blocks_used"].max()) / facts.setup.num_blocks
+    used = facts.steps.most("blocks_used") / facts.setup.num_blocks
     evidence = [
         f"{name} take {share:.0%} of the busy time: {ms(facts.mean_ns(rows))} each, "
         + shares(facts, rows),
-        f"most sequences at once: {int(facts.running.max()):,}; most blocks in use: {used:.0%}",
+        f"most sequences at once: {facts.steps.most('running'):,}; most blocks in use: {used:.0%}",
     ]
     if not facts.suffers and kind == "none":
         return Reason(kind, evidence, "nothing: requests are served as they come")
     return _shorter_steps(facts, rows, kind, evidence)
 
 
-def _shorter_steps(facts: Facts, rows: Mask, kind: Kind, evidence: list[str]) -> Reason:
+def _shorter_steps(facts: Facts, rows: Where, kind: Kind, evidence: list[str]) -> Reason:
     """The cheapest way to keep the limit on tokens; without one, the way that gives most."""
     load, cost = facts.load(rows), facts.setup.cost
     limit = facts.limit_ns.get("tpot", facts.limit_ns.get("itl")) if facts.suffers else None
