@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -145,11 +145,18 @@ class StepResult:
     """In the last step that was run."""
     num_steps: int = 1
     """How many of the plan's equal steps were run."""
+    branches: Mapping[int, Seq[int]] = field(default_factory=dict)
+    """Of a beam search: for the position of a sequence, the token ids by which it goes on. Each after
+    the first makes a fork of it, without any it ends (``dropped``). ``token_ids`` of that position
+    are not read."""
+    withheld: Seq[int] = ()
+    """Positions of sequences whose next token is not chosen yet (a beam that others of its search have
+    to catch up with): they compute their last token once more."""
 
 
 class Finished(NamedTuple):
-    """A sequence that ended. ``reason`` is ``stop``, ``length``, ``kv_exhausted``, ``aborted`` or
-    ``timed_out``."""
+    """A sequence that ended. ``reason`` is ``stop``, ``length``, ``kv_exhausted``, ``dropped``,
+    ``aborted`` or ``timed_out``, or what the driver called it."""
 
     sequence: Sequence
     reason: str

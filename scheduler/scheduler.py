@@ -151,6 +151,11 @@ class Scheduler:
         """Sequences that wait, run or are swapped out."""
         return len(self.running) + len(self.waiting) + len(self.swapped)
 
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that could run beside those that do."""
+        return self.config.max_num_seqs - len(self.running) - self._extra_slots
+
     def is_unfinished(self, request_id: str) -> bool:
         return request_id in self._of_request
 
@@ -677,14 +682,28 @@ class Scheduler:
         )
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutcome:
-        """Take in what a backend did: tokens, forks, finishes; blocks of the finished are free."""
+        """Take in what a backend did: tokens, forks, finishes; blocks of the finished are free.
+
+        Raises ``ValueError``, with nothing changed, where ``result.branches`` need more sequence
+        slots than there are.
+        """
         assert plan is self._pending, "update() of a plan that schedule() did not just give"
+        if result.branches and self._slots_after(plan, result) > self.config.max_num_seqs:
+            raise ValueError(
+                f"beams need {self._slots_after(plan, result)} sequence slots, max_num_seqs is "
+                f"{self.config.max_num_seqs}"
+            )
         assert 1 <= result.num_steps <= plan.num_steps, (
             f"{result.num_steps} steps were run, {plan.num_steps} were offered"
         )
         self._pending = None
         arrays, rows = self.arrays, plan.rows
         sampled = plan.samples & arrays.alive[rows]
+        if result.withheld:
+            waits = np.zeros_like(sampled)
+            waits[list(result.withheld)] = True
+            arrays.num_computed[rows[sampled & waits]] -= 1
+            sampled &= ~waits
         sampled_rows = rows[sampled]
         blocks_taken = _NO_BLOCKS
         if result.num_steps > 1:
@@ -698,19 +717,32 @@ class Scheduler:
         stops: dict[int, set[int]] = {}
         for stop in result.stops:
             stops.setdefault(stop.position, set()).add(stop.sample)
-        if result.token_ids is not None or self._extra_slots:
+        if result.token_ids is not None or result.branches or self._extra_slots:
             for position in np.flatnonzero(sampled).tolist():
                 sequence = plan.sequences[position]
                 family = [sequence]
-                if sequence.slots > 1:
-                    forked.append(self._fork_samples(sequence))
-                    family += forked[-1].children
-                if result.token_ids is not None:
-                    self._append_tokens(family, result.token_ids[position])
+                token_ids = result.branches.get(position)
+                if token_ids is not None:
+                    self._extra_slots -= sequence.slots - 1
+                    sequence.slots = 1
+                    if not token_ids:
+                        finished.append(Finished(sequence, "dropped"))
+                        continue
+                    if len(token_ids) > 1:
+                        forked.append(self._fork_branches(sequence, len(token_ids)))
+                        family += forked[-1].children
+                else:
+                    if sequence.slots > 1:
+                        forked.append(self._fork_samples(sequence))
+                        family += forked[-1].children
+                    token_ids = None if result.token_ids is None else result.token_ids[position]
+                if token_ids is not None:
+                    self._append_tokens(family, token_ids)
 
         children_of = {fork.parent: fork.children for fork in forked}
+        dropped = {position for position, token_ids in result.branches.items() if not token_ids}
         for position in sorted(set(np.flatnonzero(ends).tolist()) | stops.keys()):
-            if not sampled[position]:
+            if not sampled[position] or position in dropped:
                 continue
             sequence = plan.sequences[position]
             stopped = stops.get(position, set())
@@ -735,6 +767,15 @@ class Scheduler:
             forked=forked,
             blocks_taken=blocks_taken,
         )
+
+    def _slots_after(self, plan: StepPlan, result: StepResult) -> int:
+        """Slots taken once beams have branched, not counting what ends otherwise."""
+        growth = sum(
+            len(token_ids) - plan.sequences[position].slots
+            for position, token_ids in result.branches.items()
+            if self.arrays.alive[plan.rows[position]]
+        )
+        return len(self.running) + self._extra_slots + growth
 
     def _repeat(
         self, plan: StepPlan, alive: npt.NDArray[np.bool_], num_more: int
@@ -787,6 +828,11 @@ class Scheduler:
         parent.slots = 1
         return Fork(parent, self._fork(parent, range(1, num_children + 1)))
 
+    def _fork_branches(self, parent: Sequence, count: int) -> Fork:
+        """Split a beam into ``count``; ``update`` has made sure that there are slots."""
+        first = 1 + max(member.index for member in self._of_request[parent.request.id])
+        return Fork(parent, self._fork(parent, range(first, first + count - 1)))
+
     def fork(self, parent: Sequence, index: int) -> Sequence:
         """A running copy of a running sequence, on the same blocks; it takes a slot of its own.
 
@@ -796,7 +842,7 @@ class Scheduler:
         Raises ``ValueError`` where every sequence slot is taken.
         """
         assert parent.state is SequenceState.RUNNING, f"{parent.id} does not run"
-        if len(self.running) + self._extra_slots >= self.config.max_num_seqs:
+        if self.num_free_slots < 1:
             raise ValueError(
                 f"no slot to fork {parent.id}: max_num_seqs is {self.config.max_num_seqs}"
             )
@@ -902,9 +948,11 @@ class Scheduler:
         assert arrays.num_keys[row] == table.num_keys, f"{sequence}: block keys miscounted"
         assert total < arrays.limit[row], f"{sequence} is past its limit {arrays.limit[row]}"
         if sequence.state is SequenceState.RUNNING:
-            assert len(table) == self.blocks.blocks_for(computed), (
-                f"{sequence} holds {len(table)} blocks for {computed} computed tokens"
-            )
+            # One whose token was withheld has the slot that it will compute again.
+            assert len(table) in {
+                self.blocks.blocks_for(computed),
+                self.blocks.blocks_for(min(computed + 1, total)),
+            }, f"{sequence} holds {len(table)} blocks for {computed} computed tokens"
             first_shared = next(
                 (i for i, b in enumerate(table.blocks) if self.blocks.pool.ref_count(b) > 1), None
             )

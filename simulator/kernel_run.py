@@ -16,7 +16,7 @@ from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from simulator.cost import CostModel
 from simulator.cost.tables import price_tables
-from simulator.recorder import Recorder
+from records.recorder import Recorder
 from traces.workload import Arrival
 
 WORTH_COMPILING = 5000

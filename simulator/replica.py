@@ -19,7 +19,7 @@ from scheduler.plan import StepPlan, StepResult, Stop
 from scheduler.request import Request
 from scheduler.scheduler import RequestRefusedError, Scheduler
 from simulator.cost.step import CostModel, RunPrice
-from simulator.recorder import Recorder
+from records.recorder import Recorder
 from traces.workload import Arrival, Workload
 
 _STEP_END = NORMAL
@@ -171,9 +171,26 @@ class Replica:
                 for child in fork.children:
                     self._set_target(child.row, self._output_tokens[child.request.id])
             if count == 1:
-                self._recorder.step(plan, outcome, start_ns, prices.first, num_running)
+                price = prices.first
+                self._recorder.step(
+                    plan,
+                    outcome,
+                    start_ns,
+                    price.duration_ns,
+                    num_running,
+                    flops=price.flops,
+                    num_bytes=price.bytes,
+                )
             else:
-                self._recorder.equal_steps(plan, outcome, start_ns, prices, num_running)
+                self._recorder.equal_steps(
+                    plan,
+                    outcome,
+                    start_ns,
+                    prices.duration_ns,
+                    num_running,
+                    flops=prices.flops,
+                    num_bytes=prices.bytes,
+                )
             for sequence, _ in outcome.finished:
                 self._ended(sequence.request)
             self._on_progress()

@@ -16,7 +16,7 @@ from records.run import RunRecord
 from scheduler.plan import StepResult
 from scheduler.scheduler import RequestRefusedError, Scheduler
 from simulator.kernel_run import WORTH_COMPILING, NotPlainError, simulate_compiled, why_not
-from simulator.recorder import Recorder
+from records.recorder import Recorder
 from simulator.replica import simulate
 from simulator.settings import Setting, Setup
 from simulator.verdict import Verdict, judge

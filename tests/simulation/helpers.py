@@ -16,7 +16,7 @@ from scheduler import Request, Scheduler, SchedulerConfig, load_policy
 from scheduler.features import StepFeatures
 from simulator.cost import ConstantCost, CostModel
 from simulator.cost.step import StepPrice
-from simulator.recorder import Recorder
+from records.recorder import Recorder
 from simulator.replica import simulate
 from traces.workload import Arrival, OpenLoop
 

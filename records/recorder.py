@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from records.columns import BLOCKED_CODES, RequestRow, StepRow, request_store, step_store
+from records.columns import (
+    BLOCKED_CODES,
+    IntArray,
+    RequestRow,
+    StepRow,
+    request_store,
+    step_store,
+)
 from records.gaps import GapCounts
 from scheduler.plan import Finished, Fork, StepOutcome, StepPlan
 from scheduler.request import Request
 from scheduler.sequence import Sequence
-from simulator.cost.step import RunPrice, StepPrice
 
 _NEVER = -1  # inside this module only: no token yet
 
@@ -121,11 +127,15 @@ class Recorder:
         plan: StepPlan,
         outcome: StepOutcome,
         start_ns: int,
-        price: StepPrice,
+        duration_ns: int,
         num_running: int,
+        *,
+        flops: float = 0.0,
+        num_bytes: float = 0.0,
     ) -> None:
-        """A step that started at ``start_ns`` is over."""
-        now = start_ns + price.duration_ns
+        """A step that started at ``start_ns`` is over; FLOPs and bytes are 0 where nobody counts
+        them."""
+        now = start_ns + duration_ns
         for fork in outcome.forked:
             self._forked(fork)
         self._tokens(outcome, now)
@@ -133,7 +143,7 @@ class Recorder:
         self.steps.append(
             StepRow(
                 start_ns=start_ns,
-                duration_ns=price.duration_ns,
+                duration_ns=duration_ns,
                 prefill_tokens=granted - decode_tokens,
                 decode_tokens=decode_tokens,
                 context_tokens=int(plan.computed_before.sum()) + granted,
@@ -145,8 +155,8 @@ class Recorder:
                 copies=len(plan.copies),
                 transfers=len(plan.swapped_in) + len(plan.swapped_out) + self.carried_transfers,
                 blocked_by=BLOCKED_CODES[plan.blocked_by] if plan.blocked_by else 0,
-                flops=price.flops,
-                bytes=price.bytes,
+                flops=flops,
+                bytes=num_bytes,
                 replica=self._replica,
             )
         )
@@ -158,11 +168,14 @@ class Recorder:
         plan: StepPlan,
         outcome: StepOutcome,
         start_ns: int,
-        prices: RunPrice,
+        durations: IntArray,
         num_running: int,
+        *,
+        flops: npt.NDArray[np.float64],
+        num_bytes: npt.NDArray[np.float64],
     ) -> None:
-        """Several steps that were run as one: the rows and gaps are those of single steps."""
-        durations = prices.duration_ns
+        """Several steps that were run as one: the rows and gaps are those of single steps.
+        ``durations`` in ns, ``flops`` and ``num_bytes`` have one entry a step."""
         count, batch = len(durations), len(plan.sequences)
         ends = start_ns + np.cumsum(durations)
         now = int(ends[-1])
@@ -194,8 +207,8 @@ class Recorder:
                 "copies": 0,
                 "transfers": 0,
                 "blocked_by": BLOCKED_CODES[plan.blocked_by] if plan.blocked_by else 0,
-                "flops": prices.flops,
-                "bytes": prices.bytes,
+                "flops": flops,
+                "bytes": num_bytes,
                 "replica": self._replica,
             },
         )

@@ -1,0 +1,1 @@
+"""The engine: the scheduler and the block manager on real torch models."""

@@ -1,0 +1,295 @@
+"""Text in, text out: a model, its memory, its scheduler and its tokenizer in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+
+from blockmanager.manager import BlockManager
+from gpu_backend.attention.select import choose
+from gpu_backend.config import ModelConfig
+from gpu_backend.engine import Engine
+from gpu_backend.executor import Executor
+from gpu_backend.graphs import DecodeGraphs
+from gpu_backend.kv_cache import KVCache, KVDtype
+from gpu_backend.memory import KVBudget, budget, bytes_per_block, peak_bytes
+from gpu_backend.model import Decoder
+from gpu_backend.outputs import Piece, RequestOutput
+from gpu_backend.sampler import Sampler, SamplerState
+from gpu_backend.sampling import SamplingParams
+from gpu_backend.tokenizer import Message, Tokenizer, load_tokenizer
+from gpu_backend.weights import find_model, load_model
+from scheduler.config import SchedulerConfig
+from scheduler.policies import load_policy
+from scheduler.scheduler import Scheduler
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+
+Prompt = str | Seq[int]
+"""Text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is made of. ``None`` = chosen for the model and the device, and said so."""
+
+    model: str | ModelConfig = "smollm2"
+    """A Hugging Face folder, a .gguf file, ``smollm2``, or a configuration for random weights."""
+    weights_seed: int | None = None
+    """Of random weights."""
+    device: str | None = None
+    """``cuda`` where there is one, else ``cpu``."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    attention: str = "auto"
+    kv_cache_dtype: KVDtype = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    """Usable blocks; else ``kv_bytes``; else what the device has left."""
+    kv_bytes: int | None = None
+    memory_utilization: float | None = None
+    swap_bytes: int = 0
+    """Host memory for preemption by swap."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    long_prefill_token_threshold: int = 0
+    watermark: float = 0.0
+    """Share of the blocks that an admission leaves free."""
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    parallel_sampling: Literal["fork", "separate"] = "fork"
+    scheduling_policy: str = "fcfs"
+    cuda_graphs: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Built:
+    """An engine and what it was made of."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    model: Decoder
+    config: SchedulerConfig
+    kv: KVBudget
+    attention: str
+    lines: list[str]
+    """What was chosen, line by line, for people."""
+
+
+def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
+    """Load the model, measure a largest step, take the KV memory.
+
+    Raises ``ValueError``, one line, for options that make no engine.
+    """
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type not in _MAX_BATCHED_TOKENS:
+        raise ValueError(f"device {options.device!r} is neither cpu nor cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda': torch finds no GPU here")
+    if options.dtype not in DTYPES:
+        raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    dtype = DTYPES[options.dtype]
+    attention = choose(device, options.attention)
+    policy = load_policy(options.scheduling_policy)
+    model = load_model(options.model, dtype=dtype, device=device, seed=options.weights_seed)
+    tokenizer = None
+    if not isinstance(options.model, ModelConfig):
+        tokenizer = load_tokenizer(find_model(options.model))
+    max_model_len = options.max_model_len or model.config.max_model_len
+    if max_model_len > model.config.max_model_len:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, {model.config.name} was made for at most "
+            f"{model.config.max_model_len}"
+        )
+    config = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or _MAX_BATCHED_TOKENS[device.type],
+        max_model_len=max_model_len,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        preemption_mode=options.preemption_mode,
+        parallel_sampling=options.parallel_sampling,
+    )
+
+    def cache_of(num_blocks: int, num_host_blocks: int = 0) -> KVCache:
+        return KVCache(
+            model.config.num_layers,
+            num_blocks,
+            options.block_size,
+            model.config.num_kv_heads,
+            model.config.head_dim,
+            dtype,
+            device,
+            options.kv_cache_dtype,
+            num_host_blocks,
+        )
+
+    def largest_step() -> None:
+        executor = Executor(model, cache_of(1), choose(device, options.attention))
+        logits = executor.warm_up(config.max_num_batched_tokens, config.max_num_seqs)
+        state = SamplerState(SamplingParams(top_p=0.9), (), seed=0, eos_ids=())
+        Sampler()(logits, [state] * len(logits)).tokens()
+
+    kv = budget(
+        model.config,
+        device,
+        block_size=options.block_size,
+        dtype=dtype,
+        kv_dtype=options.kv_cache_dtype,
+        weight_bytes=model.num_bytes,
+        most_tokens=config.max_num_seqs * max_model_len,
+        num_blocks=options.num_blocks,
+        kv_bytes=options.kv_bytes,
+        utilization=options.memory_utilization,
+        activation_peak=lambda: peak_bytes(device, largest_step),
+    )
+    each = bytes_per_block(model.config, options.block_size, dtype, options.kv_cache_dtype)
+    num_host_blocks = options.swap_bytes // each
+    if options.preemption_mode == "swap" and not num_host_blocks:
+        raise ValueError(
+            f"preemption_mode is swap, but {options.swap_bytes} bytes of swap space hold no block of "
+            f"{each}"
+        )
+    cache = cache_of(kv.num_blocks, num_host_blocks)
+    graphs = None
+    if device.type == "cuda" and options.cuda_graphs:
+        graphs = DecodeGraphs(
+            model,
+            cache,
+            attention,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=max_model_len,
+        )
+    executor = Executor(model, cache, attention, graphs)
+    executor.warm_up(min(config.max_num_batched_tokens, max_model_len), 1)
+    blocks = BlockManager(
+        kv.num_blocks,
+        options.block_size,
+        enable_prefix_caching=options.enable_prefix_caching,
+        watermark_blocks=int(options.watermark * kv.num_blocks),
+        num_swap_blocks=num_host_blocks,
+    )
+    engine = Engine(
+        executor,
+        Scheduler(config, blocks, policy),
+        tokenizer=tokenizer,
+        eos_ids=tokenizer.eos_token_ids if tokenizer is not None else (),
+        seed=options.seed,
+        tell_tokens=tell_tokens,
+    )
+    name = type(attention).__name__ if not callable(getattr(attention, "__name__", None)) else ""
+    lines = [
+        f"{model.config.name} in {options.dtype} on {device}, attention {name}",
+        *kv.lines,
+        f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens "
+        f"{config.max_num_batched_tokens}, max_model_len {max_model_len}",
+    ]
+    return Built(engine, tokenizer, model, config, kv, name, lines)
+
+
+class LLM:
+    """Generates text.
+
+    ``LLM("smollm2").generate(["The capital of France is"], SamplingParams(temperature=0))``; keyword
+    arguments are those of ``EngineOptions``.
+    """
+
+    def __init__(self, model: str | ModelConfig = "smollm2", **options: object) -> None:
+        self.built = build(EngineOptions(model=model, **options))  # type: ignore[arg-type]
+        self.engine = self.built.engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ``ValueError`` where random weights came without one."""
+        if self.built.tokenizer is None:
+            raise ValueError("a model of random weights has no tokenizer, expected token ids")
+        return self.built.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """The outputs of each prompt, in their order.
+
+        A prompt that cannot be served has its reason in ``RequestOutput.error``; the others are not
+        affected. ``params`` are one for all (``None`` = the defaults of ``SamplingParams``) or one each.
+        """
+        requests = self._requests(prompts, params)
+        results: dict[int, RequestOutput] = {}
+        numbers: dict[str, int] = {}
+        try:
+            for number, (prompt, chosen) in enumerate(requests):
+                try:
+                    request_id = self.engine.add(self._ids(prompt), chosen)
+                except ValueError as error:
+                    ids = [] if isinstance(prompt, str) else list(prompt)
+                    results[number] = RequestOutput(str(number), ids, [], error=str(error))
+                else:
+                    numbers[request_id] = number
+            while len(results) < len(requests):
+                for result in self.engine.step().progress.finished:
+                    if result.request_id in numbers:
+                        results[numbers[result.request_id]] = result
+        finally:  # interrupted: nothing of it may run on
+            for request_id in numbers:
+                self.engine.abort(request_id)
+        return [results[number] for number in range(len(requests))]
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[Piece]:
+        """Pieces of all outputs as they come; ``request_id`` is the number of the prompt. Whatever is
+        not finished when the iterator is closed is aborted.
+
+        Raises ``RequestError`` for a prompt that cannot be served, before anything is generated.
+        """
+        requests = self._requests(prompts, params)
+        numbers: dict[str, str] = {}
+        try:
+            for number, (prompt, chosen) in enumerate(requests):
+                numbers[self.engine.add(self._ids(prompt), chosen)] = str(number)
+            remaining = set(numbers)
+            while remaining:
+                progress = self.engine.step().progress
+                for piece in progress.pieces:
+                    if piece.request_id in numbers:
+                        yield Piece(
+                            numbers[piece.request_id],
+                            piece.index,
+                            piece.token_ids,
+                            piece.text,
+                            piece.logprobs,
+                            piece.finish_reason,
+                        )
+                remaining -= {result.request_id for result in progress.finished}
+        finally:
+            for request_id in numbers:
+                self.engine.abort(request_id)
+
+    def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> RequestOutput:
+        """The answer to a conversation, by the model's chat template."""
+        return self.generate([self.tokenizer.encode_chat(messages)], params)[0]
+
+    def _requests(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[tuple[Prompt, SamplingParams]]:
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        each = cast("Seq[Prompt]", [prompts] if is_one else prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(each)
+        if len(params) != len(each):
+            raise ValueError(f"{len(params)} sampling params for {len(each)} prompts")
+        return list(zip(each, params, strict=True))
+
+    def _ids(self, prompt: Prompt) -> Seq[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
