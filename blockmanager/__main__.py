@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+import commandline
 from blockmanager.ledger import KV_FORMATS, kv_format, parse_bytes
 from blockmanager.ledger_gpu import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -18,6 +17,7 @@ from blockmanager.ledger_gpu import (
 )
 from blockmanager.ledger_report import Question, as_dict, make_ledger, render
 from catalog import DTYPE_BITS, gpu_names, load_gpu, load_model, model_names
+from commandline import Parser, user_input
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-sxm"
@@ -31,13 +31,6 @@ examples:
 
 exit code: 0 it fits, 1 it does not (the batch, or one request of --max-model-len), 2 bad input
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports bad input in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _count(text: str) -> int:
@@ -58,7 +51,7 @@ def _size(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m blockmanager",
         description="What a model's KV cache costs per token, block and request, and how many\n"
         "requests fit. Sizes without a unit are GiB; KV memory is that of one GPU.",
@@ -219,8 +212,11 @@ def _question(args: argparse.Namespace, given: str) -> Question:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 it fits, 1 it does not, 2 input that cannot be used."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = build_parser()
-    args = parser.parse_args(argv)
+    args = build_parser().parse_args(argv)
+    return commandline.run(lambda: _ledger(args, argv))
+
+
+def _ledger(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.list:
         names = {"models": list(model_names()), "gpus": list(gpu_names())}
         if args.json:
@@ -228,15 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print("\n".join(f"{kind}: {', '.join(items)}" for kind, items in names.items()))
         return 0
-    try:
+    with user_input():
         ledger = make_ledger(_question(args, shlex.join(argv)))
-    except ValueError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 2
-    try:
-        print(json.dumps(as_dict(ledger), indent=2) if args.json else render(ledger), flush=True)
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(json.dumps(as_dict(ledger), indent=2) if args.json else render(ledger))
     return 0 if ledger.holds else 1
 
 

@@ -44,6 +44,8 @@ class Progress(NamedTuple):
     pieces: list[Piece]
     finished: list[RequestOutput]
     """Requests whose last output has ended."""
+    ended: list[Finished]
+    """Sequences that ended otherwise than by their step's result: aborted, timed out, failed."""
 
 
 class Step(NamedTuple):
@@ -121,6 +123,15 @@ class _Sampled(NamedTuple):
     logprobs: Logprobs | None
 
 
+class _Ran(NamedTuple):
+    """A step before the scheduler knows of it."""
+
+    result: StepResult
+    sampled: list[_Sampled]
+    texts: list[str]
+    """What each of ``sampled`` adds to what can be shown."""
+
+
 class Engine:
     """Serves token ids; ``llm.LLM`` adds text.
 
@@ -169,7 +180,7 @@ class Engine:
         """By row of the scheduler's arrays: all that decoding needs of the tokens."""
         self._num_added = 0
         self._num_stalled = 0
-        self._progress = Progress([], [])
+        self._progress = Progress([], [], [])
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -220,6 +231,8 @@ class Engine:
         ids = self._checked(request.id, prompt_ids)
         if params.stop and self.tokenizer is None:
             raise RequestError(f"request {request.id}: stop strings need a tokenizer")
+        if params.beam_width is not None and (reason := self._no_beams()):
+            raise RequestError(f"request {request.id}: {reason}")
         if request.id in self._live:
             raise RequestError(f"request {request.id}: its id is in use by an unfinished request")
         try:
@@ -242,13 +255,29 @@ class Engine:
             self._track(live, sequence, self._new_stream(live, index, ids))
         return request.id
 
+    def _no_beams(self) -> str | None:
+        """Why no beam search can be served with these settings."""
+        config = self.scheduler.config
+        if config.parallel_sampling == "separate":
+            return "a beam search needs parallel_sampling 'fork', it is 'separate'"
+        if config.max_num_batched_tokens < config.max_num_seqs:
+            # With less, those at the end of the list might never be computed beside the others.
+            return (
+                f"a beam search needs max_num_batched_tokens of at least max_num_seqs "
+                f"({config.max_num_seqs}), it is {config.max_num_batched_tokens}"
+            )
+        return None
+
     def _checked(
         self, request_id: str, prompt_ids: Seq[int] | npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
         vocab = self.executor.model.config.vocab_size
-        if not len(prompt_ids):
+        try:
+            ids = np.asarray(prompt_ids)
+        except ValueError:  # lists of several lengths
+            ids = np.zeros((0, 0))
+        if ids.shape == (0,):
             raise RequestError(f"request {request_id}: its prompt has no tokens, must have some")
-        ids = np.asarray(prompt_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError(f"request {request_id}: its prompt is no list of token ids")
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
@@ -301,19 +330,23 @@ class Engine:
         live.streams[sequence] = stream
         self._last_tokens[sequence.row] = stream.known[-1]
 
+    def sequences_of(self, request_id: str) -> list[Sequence]:
+        """Those of its outputs that have not ended."""
+        return list(self._live[request_id].streams)
+
     def abort(self, request_id: str) -> Progress:
         """End a request wherever it is; its blocks are free at once. An unknown id is none of ours:
         it may have just ended."""
-        self._close(self.scheduler.abort(request_id))
+        self._end(self.scheduler.abort(request_id))
         return self._take_progress()
 
     def expire(self, now_ns: int) -> Progress:
         """End the requests whose deadline has come."""
-        self._close(self.scheduler.expire(now_ns))
+        self._end(self.scheduler.expire(now_ns))
         return self._take_progress()
 
     def _take_progress(self) -> Progress:
-        progress, self._progress = self._progress, Progress([], [])
+        progress, self._progress = self._progress, Progress([], [], [])
         return progress
 
     # -- a step ------------------------------------------------------------------------------
@@ -324,23 +357,24 @@ class Engine:
         start_ns = perf_counter_ns()
         plan = self.scheduler.schedule()
         num_running = len(self.scheduler.running)
-        if plan:
-            outcome = self._run(plan, start_ns)
-        else:
-            self.executor.move_memory(plan)
-            outcome = self.scheduler.update(plan, StepResult(0))
+        try:
+            ran = self._run(plan, start_ns)
+        except BaseException:
+            # Whatever it was: who was in this step has lost it, and no block may stay behind.
+            self._abandon(plan)
+            raise
+        outcome = self.scheduler.update(plan, ran.result)
+        self._follow(plan, outcome, ran.sampled, ran.result.branches)
+        self._tell(plan, outcome, ran.sampled, ran.texts)
+        self._watch_for_stall(plan, ran.result.withheld, outcome)
         progress = self._take_progress()
         return Step(plan, num_running, outcome, progress, start_ns, perf_counter_ns() - start_ns)
 
-    def _run(self, plan: StepPlan, start_ns: int) -> StepOutcome:
-        try:
-            sampled, log_probs = self._forward(plan)
-        except BaseException:
-            # Whatever it was: who was in this step has lost it, and no block may stay behind.
-            for sequence in plan.sequences:
-                self._fail(sequence.request.id, "the step that it was in failed")
-            self.scheduler.update(plan, StepResult(0))
-            raise
+    def _run(self, plan: StepPlan, start_ns: int) -> _Ran:
+        if not plan:
+            self.executor.move_memory(plan)
+            return _Ran(StepResult(0), [], [])
+        sampled, log_probs = self._forward(plan)
         branches, withheld = self._choose_beams(plan, log_probs)
         token_ids: list[list[int]] = [[] for _ in plan.sequences]
         stops = []
@@ -351,20 +385,21 @@ class Engine:
             texts.append(text)
             if is_stop:
                 stops.append(Stop(entry.position, entry.sample))
-        outcome = self.scheduler.update(
-            plan,
-            StepResult(
-                max(perf_counter_ns() - start_ns, 1),
-                token_ids=token_ids if self._tell_tokens else None,
-                stops=stops,
-                branches=branches,
-                withheld=withheld,
-            ),
+        result = StepResult(
+            max(perf_counter_ns() - start_ns, 1),
+            token_ids=token_ids if self._tell_tokens else None,
+            stops=stops,
+            branches=branches,
+            withheld=withheld,
         )
-        self._follow(plan, outcome, sampled, branches)
-        self._tell(plan, outcome, sampled, texts)
-        self._watch_for_stall(plan, withheld, outcome)
-        return outcome
+        return _Ran(result, sampled, texts)
+
+    def _abandon(self, plan: StepPlan) -> None:
+        finished = self.scheduler.abandon(plan)
+        for request_id in {entry.sequence.request.id for entry in finished}:
+            why = "the step that it was in failed"
+            self._live[request_id].result.error = f"request {request_id}: {why}"
+        self._end(finished)
 
     def _forward(self, plan: StepPlan) -> tuple[list[_Sampled], Mapping[int, torch.Tensor]]:
         """What everybody sampled, and the log-probabilities ``[vocab]`` of beams by position. Rows whose
@@ -538,6 +573,11 @@ class Engine:
             del self._live[sequence.request.id]
             self._progress.finished.append(live.result)
 
+    def _end(self, finished: list[Finished]) -> None:
+        """Sequences that something else than their step's result has ended."""
+        self._progress.ended.extend(finished)
+        self._close(finished)
+
     def _close(self, finished: Iterable[Finished]) -> None:
         """Sequences that ended without a token in this step."""
         for sequence, reason in finished:
@@ -554,7 +594,7 @@ class Engine:
     def _fail(self, request_id: str, why: str) -> None:
         if request_id in self._live:
             self._live[request_id].result.error = f"request {request_id}: {why}"
-            self._close(self.scheduler.abort(request_id, "error"))
+            self._end(self.scheduler.abort(request_id, "error"))
 
     # -- beam search -------------------------------------------------------------------------
 
@@ -580,11 +620,13 @@ class Engine:
             except ValueError as error:
                 self._fail(live.request.id, str(error))
                 continue
-            free_slots -= len(step.beams) - sum(beam.slots for beam in live.beams)
-            if free_slots < 0:  # a search that had shrunk, and whose slots others have taken
+            growth = len(step.beams) - sum(beam.slots for beam in live.beams)
+            if growth > free_slots:  # a search that had shrunk, and whose slots others have taken
+                before = self.scheduler.num_free_slots
                 self._fail(live.request.id, "its beams find no sequence slots (max_num_seqs)")
-                free_slots = self.scheduler.num_free_slots
+                free_slots += self.scheduler.num_free_slots - before
                 continue
+            free_slots -= growth
             chosen: dict[int, list[int]] = {position: [] for position in present}
             live.next_beams = []
             for beam in step.beams:
@@ -608,7 +650,7 @@ class Engine:
         assert search is not None
         if live.streams:
             if reason != "dropped":  # the search cannot go on without it
-                self._close(self.scheduler.abort(request_id, reason))
+                self._end(self.scheduler.abort(request_id, reason))
             return
         best = search.hypotheses[: live.params.n]
         for index, found in enumerate(best):
@@ -634,9 +676,10 @@ class Engine:
 
     def _watch_for_stall(self, plan: StepPlan, withheld: Seq[int], outcome: StepOutcome) -> None:
         """Beams that hold the blocks that the others of their search wait for would wait for ever."""
-        got_on = len(withheld) < len(plan.sequences) or plan.admitted or outcome.finished
+        waiting_only = withheld and len(withheld) == len(plan.sequences)
+        got_on = not waiting_only or plan.admitted or outcome.finished
         self._num_stalled = 0 if got_on else self._num_stalled + 1
         if self._num_stalled > _MOST_STALLED_STEPS:
             self._num_stalled = 0
             last = plan.sequences[withheld[-1]].request.id
-            self._close(self.scheduler.abort(last, "kv_exhausted"))
+            self._end(self.scheduler.abort(last, "kv_exhausted"))

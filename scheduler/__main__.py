@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from scheduler.replay import ScenarioError, load_scenario, replay
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+import commandline
+from commandline import Parser, user_input
+from scheduler.replay import load_scenario, replay
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m scheduler", description="The scheduler's decisions, step by step."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -45,21 +38,18 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ran, 2 the scenario cannot be run)."""
     args = build_parser().parse_args(argv)
+    return commandline.run(lambda: _replay(args))
+
+
+def _replay(args: argparse.Namespace) -> int:
     sentences: list[str] = []
-    try:
+    with user_input():
         scenario = load_scenario(args.scenario)
-    except ScenarioError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        for entry in replay(scenario, explain=sentences):
-            if not args.explain:
-                print(json.dumps(entry, separators=(",", ":")))
-        if args.explain:
-            print("\n".join(sentences) or "nothing was refused or preempted")
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for entry in replay(scenario, explain=sentences):
+        if not args.explain:
+            print(json.dumps(entry, separators=(",", ":")))
+    if args.explain:
+        print("\n".join(sentences) or "nothing was refused or preempted")
     return 0
 
 

@@ -768,6 +768,24 @@ class Scheduler:
             blocks_taken=blocks_taken,
         )
 
+    def abandon(self, plan: StepPlan, reason: str = "error") -> list[Finished]:
+        """Instead of ``update``: the backend failed, nobody knows how far it got. Every request whose
+        KV the plan would have written or moved ends, and what it registered in the prefix cache is
+        forgotten."""
+        assert plan is self._pending, "abandon() of a plan that schedule() did not just give"
+        self._pending = None
+        brought_in = {admission.sequence for admission in plan.admitted if admission.swapped_in}
+        for sequence, before in zip(plan.sequences, plan.computed_before.tolist(), strict=True):
+            if sequence.state is SequenceState.RUNNING:
+                whole = 0 if sequence in brought_in else before // self.blocks.block_size
+                self.blocks.unregister(sequence.table, whole)
+        moved_out = [entry.sequence for entry in plan.preempted if entry.swapped_out]
+        return [
+            entry
+            for sequence in (*plan.sequences, *moved_out)
+            for entry in self.abort(sequence.request.id, reason)
+        ]
+
     def _slots_after(self, plan: StepPlan, result: StepResult) -> int:
         """Slots taken once beams have branched, not counting what ends otherwise."""
         growth = sum(
@@ -947,19 +965,26 @@ class Scheduler:
         )
         assert arrays.num_keys[row] == table.num_keys, f"{sequence}: block keys miscounted"
         assert total < arrays.limit[row], f"{sequence} is past its limit {arrays.limit[row]}"
+        # One whose token was withheld has the slot that it will compute again.
+        lengths = {
+            self.blocks.blocks_for(computed),
+            self.blocks.blocks_for(min(computed + 1, total)),
+        }
         if sequence.state is SequenceState.RUNNING:
-            # One whose token was withheld has the slot that it will compute again.
-            assert len(table) in {
-                self.blocks.blocks_for(computed),
-                self.blocks.blocks_for(min(computed + 1, total)),
-            }, f"{sequence} holds {len(table)} blocks for {computed} computed tokens"
+            assert len(table) in lengths, (
+                f"{sequence} holds {len(table)} blocks for {computed} computed tokens"
+            )
             first_shared = next(
                 (i for i, b in enumerate(table.blocks) if self.blocks.pool.ref_count(b) > 1), None
             )
+            # A withheld token is computed again into a block that may be registered, and hit, by now:
+            # that writes what is there.
+            is_known = computed // self.blocks.block_size < table.num_registered
             if (
                 computed % self.blocks.block_size
                 and first_shared is not None
                 and not arrays.shared[row]
+                and not is_known
             ):
                 last = table.blocks[-1]
                 assert self.blocks.pool.ref_count(last) == 1, (
@@ -969,6 +994,4 @@ class Scheduler:
             assert not table.blocks, f"{sequence} waits but holds blocks"
             assert computed == 0, f"{sequence} waits but has computed tokens"
         else:
-            assert len(table.host_blocks) == self.blocks.blocks_for(computed), (
-                f"{sequence}: lost host blocks"
-            )
+            assert len(table.host_blocks) in lengths, f"{sequence}: lost host blocks"

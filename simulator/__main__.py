@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
+import commandline
+from commandline import TOO_LARGE, Parser, UsageError, user_input
 from records.columns import SpillError
 from records.run import RunRecord, check_writable, to_json
 from simulator.compare import compare, compare_json
@@ -21,65 +20,18 @@ from simulator.settings import Options, Setup, resolve
 from traces import Trace, TraceError, TraceStream, default_trace_path, stream_trace
 
 SHIPPED = "chat.jsonl"
-TOO_LARGE = "a time or a size in these flags or this trace passes 64 bits"
-
-
-class UsageError(Exception):
-    """Input that cannot be run, in one line."""
-
-
-@contextmanager
-def _user_input() -> Iterator[None]:
-    """A ``ValueError`` about what the user gave; outside of this it is a bug of ours."""
-    try:
-        yield
-    except OverflowError as error:
-        raise UsageError(TOO_LARGE) from error
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line, and no flag by its beginning: tomorrow that may be another's."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (0 ran, 1 a limit does not hold, 2 cannot run)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = _compare if arguments[:1] == ["compare"] else _run
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without block characters gets "?"
-        sys.stdout.reconfigure(errors="replace")
-    try:
-        if arguments and command is _run and not arguments[0].startswith("-"):
-            raise UsageError(f"unknown command {arguments[0]!r}, expected compare or flags")
-        code = command(arguments[1:] if command is _compare else arguments)
-        sys.stdout.flush()
-        return code
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        print(
-            f"error: standard output cannot be written: {error.strerror or error}", file=sys.stderr
-        )
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 2
+    if arguments[:1] == ["compare"]:
+        return commandline.run(lambda: _compare(arguments[1:]))
+    return commandline.run(lambda: _run(arguments))
 
 
 def _run_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m simulator",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Replay a request trace against a model of a serving engine: what users would feel, "
@@ -223,9 +175,11 @@ def _run_parser() -> argparse.ArgumentParser:
 
 
 def _run(argv: list[str]) -> int:
+    if argv and not argv[0].startswith("-"):
+        raise UsageError(f"unknown command {argv[0]!r}, expected compare or flags")
     parser = _run_parser()
     args = parser.parse_args(argv)
-    with _user_input():
+    with user_input():
         if args.no_steps and args.out is None:
             raise ValueError("--no-steps has no effect without --out")
         if args.out is not None:
@@ -235,7 +189,7 @@ def _run(argv: list[str]) -> int:
         trace = stream_trace(path, args.format, args.strict)
     result = _with_progress(setup, trace, args.strict)
     if args.out is not None:
-        with _user_input():
+        with user_input():
             _write(result.record, args.out, setup, steps=not args.no_steps)
     tried = _try_change(parser, argv, result) if args.try_change else None
     if args.json:
@@ -333,7 +287,7 @@ def _write(record: RunRecord, folder: Path, setup: Setup, *, steps: bool) -> Non
 
 
 def _compare(argv: list[str]) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m simulator compare",
         description="Two run records side by side: metrics, what changed, and which settings differ.",
     )
@@ -341,7 +295,7 @@ def _compare(argv: list[str]) -> int:
     parser.add_argument("b", type=Path, metavar="RUN_B")
     parser.add_argument("--json", action="store_true", help="for machines")
     args = parser.parse_args(argv)
-    with _user_input():
+    with user_input():
         a, b = RunRecord.read(args.a), RunRecord.read(args.b)
     names = (args.a.name, args.b.name) if args.a.name != args.b.name else (str(args.a), str(args.b))
     if args.json:

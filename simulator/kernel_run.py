@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from records.columns import IntArray
+from records.recorder import Recorder
 from scheduler.policies import FCFS
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from simulator.cost import CostModel
 from simulator.cost.tables import price_tables
-from records.recorder import Recorder
 from traces.workload import Arrival
 
 WORTH_COMPILING = 5000

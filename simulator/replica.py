@@ -15,11 +15,11 @@ import numpy as np
 import simpy
 from simpy.events import NORMAL, Event, EventPriority
 
+from records.recorder import Recorder
 from scheduler.plan import StepPlan, StepResult, Stop
 from scheduler.request import Request
 from scheduler.scheduler import RequestRefusedError, Scheduler
 from simulator.cost.step import CostModel, RunPrice
-from records.recorder import Recorder
 from traces.workload import Arrival, Workload
 
 _STEP_END = NORMAL

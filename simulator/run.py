@@ -12,11 +12,11 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from records.metrics import summarize
+from records.recorder import Recorder
 from records.run import RunRecord
 from scheduler.plan import StepResult
 from scheduler.scheduler import RequestRefusedError, Scheduler
 from simulator.kernel_run import WORTH_COMPILING, NotPlainError, simulate_compiled, why_not
-from records.recorder import Recorder
 from simulator.replica import simulate
 from simulator.settings import Setting, Setup
 from simulator.verdict import Verdict, judge

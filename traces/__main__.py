@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+import commandline
+from commandline import Parser, user_input
 from traces import default_trace_path
 from traces.formats import FORMATS
 from traces.formats.base import TraceError
@@ -25,31 +26,24 @@ _DEFAULTS = ChatSettings()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 = done, 2 = input that cannot be used (one line on stderr)."""
     arguments = _parser().parse_args(argv)
-    try:
-        arguments.run(arguments)
-        sys.stdout.flush()
-    except TraceError as error:
-        print(f"python -m traces {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `... | head`: nobody reads on, and that is fine
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
+    def command() -> int:
+        with user_input():
+            arguments.run(arguments)
+        return 0
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help tells more)\n")
+    return commandline.run(command)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m traces", description="Look at request traces and make them.")
+    parser = Parser(prog="python -m traces", description="Look at request traces and make them.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_generate(commands)
     return parser
 
 
-def _add_inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_inspect(commands: argparse._SubParsersAction[Parser]) -> None:
     known = "\n".join(
         f"  {f.name:<10}{f.recognised_by}\n"
         f"            units: {f.units}; prefix identity: {f.prefix_identity};\n"
@@ -105,7 +99,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
         print(description.to_text())
 
 
-def _add_generate(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "generate",
         help="make a chat workload in the native format",

@@ -11,12 +11,12 @@ import numpy as np
 from blockmanager import BlockManager
 from records.columns import Columns
 from records.gaps import GapCounts
+from records.recorder import Recorder
 from records.run import RunRecord
 from scheduler import Request, Scheduler, SchedulerConfig, load_policy
 from scheduler.features import StepFeatures
 from simulator.cost import ConstantCost, CostModel
 from simulator.cost.step import StepPrice
-from records.recorder import Recorder
 from simulator.replica import simulate
 from traces.workload import Arrival, OpenLoop
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from blockmanager import BlockManager, TokenContent
 from catalog import load_gpu, load_model
+from records.recorder import Recorder
 from scheduler import Scheduler, SchedulerConfig, load_policy
 from simulator.cost import ConstantCost, CostModel, LinearCost, NoCacheCost, PhysicalCost
 from simulator.kernel_run import WINDOW_REQUESTS, NotPlainError, simulate_compiled, why_not
-from records.recorder import Recorder
 from tests.simulation.helpers import Run, arrival, run
 from tests.simulation.test_fast_forward import assert_same
 from traces.workload import Arrival
