@@ -11,8 +11,9 @@ from __future__ import annotations
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import repeat
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import IO, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ NullableInts: TypeAlias = "np.ma.MaskedArray[Any, np.dtype[np.int64]]"
 
 SPILL_ROWS = 1_000_000
 """Rows of a store up to which its numbers are held in memory."""
+INT64_MAX = 2**63 - 1
 _CHUNK_ROWS = 4096
 _SMALL_BLOCK = 16
 """Blocks shorter than this are buffered as rows: slicing every column would cost more."""
@@ -125,6 +127,22 @@ class SpillError(ValueError):
     """The temporary files of a long run cannot be written; one clear line."""
 
 
+@contextmanager
+def _spilling() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SpillError(
+            "the rows of this run are too many for memory and cannot be put into temporary files "
+            f"(TMPDIR names their folder): {error.strerror or error}"
+        ) from error
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # what finds no room at its end has been told already
+        file.close()
+
+
 class _Values:
     """Numbers appended in blocks: an array that doubles, beyond ``spill_rows`` a file."""
 
@@ -145,24 +163,20 @@ class _Values:
                 self._data = grown
             self._data[start:end] = values
             return
-        try:
+        with _spilling():
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="kvplan-")  # noqa: SIM115
-                weakref.finalize(self, self._file.close)  # maps of it stay good
+                weakref.finalize(self, _close, self._file)  # maps of it stay good
                 self._file.write(self._data[:start].data)
                 self._data = np.zeros(0, self._dtype)
             block = np.ascontiguousarray(np.broadcast_to(values, end - start), self._dtype)
             self._file.write(block.data)
-        except OSError as error:
-            raise SpillError(
-                f"temporary folder {tempfile.gettempdir()}: the rows of this run do not fit there: "
-                f"{error.strerror or error} (TMPDIR names another folder)"
-            ) from error
 
     def get(self, num_rows: int) -> npt.NDArray[Any]:
         """The first rows, read-only: a view, or a new map of the file."""
         if self._file is not None:
-            self._file.flush()
+            with _spilling():
+                self._file.flush()
             return np.memmap(self._file, self._dtype, "r", shape=(num_rows,)).view(np.ndarray)
         # Rows that come later lie behind it, or in a new array.
         data = self._data[:num_rows]
@@ -194,6 +208,8 @@ class _Numbers:
         if self._valid is not None:
             values, valid = _split_missing(values)
         array = np.asarray(values)
+        if array.dtype.kind in "Ou" and array.size and _passes_64_bits(array):
+            raise OverflowError(f"column {self._name}: a value passes 64 bits")
         # Assignment would cut 1.5 to 1 and take None for NaN without a word.
         if array.dtype.kind not in ("biuf" if self._dtype.kind == "f" else "biu") and array.size:
             raise TypeError(
@@ -266,6 +282,9 @@ class _StoredColumns(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (list(self.items()),)
 
 
 class ColumnStore(Generic[Row]):
@@ -350,6 +369,13 @@ def exact_sum(values: IntArray) -> int:
     """Sum of int64 values, exact where numpy's own would wrap (10,000 sojourns of a month)."""
     high, low = values >> 32, values & 0xFFFFFFFF
     return (int(high.sum()) << 32) + int(low.sum())
+
+
+def _passes_64_bits(array: npt.NDArray[Any]) -> bool:
+    """Larger integers than int64 holds make an array of objects, some of them one of uint64."""
+    if array.dtype.kind == "u":
+        return int(array.max()) > INT64_MAX
+    return any(type(value) is int and not -INT64_MAX <= value <= INT64_MAX for value in array.flat)
 
 
 def _split_missing(values: Any) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from records.columns import Columns, IntArray, exact_sum
 from records.gaps import GapCounts
 
 SLICE_ROWS = 1 << 20
+"""Rows looked at at a time, where nobody says."""
 
 Rows: TypeAlias = "_Slice"
 Amount: TypeAlias = Callable[[Rows], IntArray]
@@ -48,8 +49,8 @@ def everywhere(rows: Rows) -> npt.NDArray[np.bool_]:
 class StepRows:
     """The steps of a run. All results are exact, however many rows there are."""
 
-    def __init__(self, steps: Columns, slice_rows: int = SLICE_ROWS) -> None:
-        self._steps, self._slice_rows = steps, slice_rows
+    def __init__(self, steps: Columns, slice_rows: int | None = None) -> None:
+        self._steps, self._slice_rows = steps, slice_rows or SLICE_ROWS
         self._num_rows = len(steps["start_ns"])
 
     def __len__(self) -> int:

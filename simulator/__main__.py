@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from records.columns import SpillError
 from records.run import RunRecord, check_writable, to_json
 from simulator.compare import compare, compare_json
 from simulator.report import render
-from simulator.run import RunResult, package_version, run
+from simulator.run import OnProgress, RunResult, package_version, run
 from simulator.settings import Options, Setup, resolve
 from traces import Trace, TraceError, TraceStream, default_trace_path, stream_trace
 
@@ -229,7 +229,10 @@ def _try_change(parser: argparse.ArgumentParser, argv: list[str], result: RunRes
         setup = resolve(_options(parser.parse_args([*argv, *flags])))
     except ValueError as error:
         return _Tried(f"{' '.join(flags)}, which cannot be run: {error}", None)
-    changed = _with_progress(setup, result.trace, strict=False)
+    try:
+        changed = _with_progress(setup, result.trace, strict=False)
+    except UsageError as error:
+        return _Tried(f"{' '.join(flags)}, which could not be run: {error}", None)
     names = ("as asked", " ".join(flags))
     return _Tried(
         f"{names[1]}\n\n{compare(result.record, changed.record, names)}",
@@ -255,14 +258,11 @@ def _trace_path(given: str) -> tuple[Path, str]:
 
 
 def _with_progress(setup: Setup, trace: Trace | TraceStream, strict: bool) -> RunResult:
-    show: Callable[[int], None] | None = None
+    show: OnProgress | None = None
     if sys.stderr.isatty():
 
-        def show(done: int) -> None:
-            share = (
-                trace.share_read if isinstance(trace, TraceStream) else done / trace.num_requests
-            )
-            filled = int(30 * share)
+        def show(done: int, share: float) -> None:
+            filled = int(30 * min(share, 1))
             bar = "#" * filled + "." * (30 - filled)
             print(f"\r[{bar}] {done:,} requests", end="", file=sys.stderr, flush=True)
 

@@ -26,7 +26,7 @@ _BUFFER_ROWS = 65_536
 _LARGEST_STEP = 1 << 17
 """Tokens or sequences of a step up to which its price is put into tables: more take too long to fill."""
 WINDOW_REQUESTS = 65_536
-"""Arrivals taken from the stream at once."""
+"""Arrivals taken from the stream at once (more, where a step is longer than they take to come)."""
 _REASONS = ("stop", "length", "kv_exhausted")
 
 
@@ -89,14 +89,14 @@ def simulate_compiled(
     arrivals: Iterable[Arrival],
     *,
     on_progress: Callable[[int], None] = lambda done: None,
-    window_requests: int = WINDOW_REQUESTS,
+    window_requests: int | None = None,
 ) -> None:
     """Run arrivals to which ``why_not`` has no objection; ``recorder`` gets the rows that
     ``simulate`` would leave.
 
     ``scheduler`` gives settings and refusals; its own state stays as it is. ``arrivals`` are taken
-    ``window_requests`` at a time, and let go of when they are done. Raises ``NotPlainError`` at the
-    first arrival that ``why_not`` would object to.
+    ``window_requests`` at a time (``None`` = ``WINDOW_REQUESTS``) and let go of when they are done.
+    Raises ``NotPlainError`` at the first arrival that ``why_not`` would object to.
     """
     from simulator import kernel
 
@@ -125,7 +125,7 @@ def simulate_compiled(
     flops, num_bytes = np.zeros(_BUFFER_ROWS), np.zeros(_BUFFER_ROWS)
     num_gaps = 2 * _BUFFER_ROWS + 2 * config.max_num_seqs
     gap_values, gap_counts = np.zeros(num_gaps, np.int64), np.zeros(num_gaps, np.int64)
-    window = _Window(scheduler, window_requests)
+    window = _Window(scheduler, window_requests or WINDOW_REQUESTS)
     source = iter(arrivals)
     num_before = 0
     advance: Any = kernel.advance  # a compiled function has no signature that mypy knows
@@ -208,6 +208,15 @@ class _Window:
         """Let go of what is done and take in more of the stream; whether that was the last."""
         from simulator import kernel
 
+        # Who is refused has a row among those that end: all that came before now must be known.
+        read: list[Arrival] = []
+        while True:
+            more = list(islice(source, self._size))
+            read += more
+            is_last = len(more) < self._size
+            if is_last or read[-1].request.arrival_ns >= scalars[kernel.NOW]:
+                break
+        new = self._served(read)
         self.write_done(scalars, recorder)
         stays = np.ones(self.count, np.bool_)
         stays[self._columns["order"][: scalars[kernel.NUM_DONE]]] = False
@@ -220,8 +229,6 @@ class _Window:
         kept = [
             arrival for arrival, stay in zip(self._arrivals, stays.tolist(), strict=True) if stay
         ]
-        read = list(islice(source, self._size))
-        new = self._served(read)
         columns = self._new_columns(new)
         for name, column in self._columns.items():
             self._columns[name] = np.concatenate([column[stays], columns[name]])
@@ -229,7 +236,7 @@ class _Window:
         preempted = np.zeros(self.count + len(running), np.int64)
         preempted[: scalars[kernel.NUM_PREEMPTED]] = self.preempted[: scalars[kernel.NUM_PREEMPTED]]
         self.preempted = preempted
-        return len(read) < self._size
+        return is_last
 
     def _served(self, arrivals: list[Arrival]) -> list[Arrival]:
         """Those that are not refused."""

@@ -21,7 +21,7 @@ from records.gaps import linear_percentile
 from records.metrics import Latencies, latencies, meets, statistic_ns
 from records.run import PICTURES, RunRecord
 from records.slo import NO_LIMITS, Limits, Metric, format_ns, parse_limits
-from records.steps import SLICE_ROWS, StepRows, end_ns
+from records.steps import StepRows, end_ns
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -155,7 +155,7 @@ class TimeBins:
         start_ns: int,
         end_ns: int,
         num_bins: int,
-        slice_rows: int = SLICE_ROWS,
+        slice_rows: int | None = None,
     ) -> None:
         self._steps = StepRows(steps, slice_rows)
         self._replicas: list[int] = np.unique(

@@ -27,6 +27,9 @@ from traces.workload import Arrival, OpenLoop
 NS = 1_000_000_000
 
 
+OnProgress = Callable[[int, float], None]
+
+
 class RunResult(NamedTuple):
     record: RunRecord
     verdict: Verdict
@@ -48,7 +51,7 @@ def run(
     setup: Setup,
     trace: Trace | TraceStream,
     *,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
     compiled: bool | None = None,
     strict: bool = False,
 ) -> RunResult:
@@ -60,7 +63,8 @@ def run(
         A stream is read as the run goes. Where that shows that it cannot be streamed, it is read
         as a whole and the run starts again.
     on_progress
-        Called now and then with the number of requests that are done.
+        Called now and then with the number of requests that are done, and the share of the load
+        that they are.
     compiled
         Whether the compiled loop is used where it can be; ``None`` = for long traces. The record is
         the same either way.
@@ -71,10 +75,14 @@ def run(
     ------
     TraceError
         For what is wrong with a stream, with a request (``strict``), or with --warm-start.
+    SpillError
+        The rows of a long run find no room on disk.
+    OverflowError
+        A time passes 64 bits.
     """
     while True:
         try:
-            return _run(setup, trace, on_progress or _silent, compiled, strict)
+            return _run(setup, trace, on_progress, compiled, strict)
         except NotStreamableError:
             assert isinstance(trace, TraceStream)
             trace = trace.read()
@@ -85,20 +93,25 @@ def run(
 def _run(
     setup: Setup,
     trace: Trace | TraceStream,
-    on_progress: Callable[[int], None],
+    on_progress: OnProgress | None,
     compiled: bool | None,
     strict: bool,
 ) -> RunResult:
     scheduler = setup.scheduler()
-    load = _Load(trace, setup, scheduler, strict)
+    load = _Load(trace, setup, scheduler)
+    if strict:
+        load.check()  # the whole of it, before the work
     arrivals = iter(load)
     num_warm = setup.settings["warm_start"].value or 0
     first = list(islice(arrivals, max(WORTH_COMPILING, num_warm)))
     if num_warm:
         if all(request.content is None for request, _ in first[:num_warm]):
-            raise TraceError(
-                f"--warm-start has no effect: {trace.path} does not say which prefixes are equal"
-            )
+            if isinstance(trace, TraceStream):
+                raise NotStreamableError("whether it says anything of prefixes shows at its end")
+            if not trace.has_identity:
+                raise TraceError(
+                    f"--warm-start has no effect: {trace.path} does not say which prefixes are equal"
+                )
         warm_up(scheduler, first[:num_warm])
     evictions_before = scheduler.blocks.pool.num_evictions
     recorder = Recorder(setup.num_blocks)
@@ -106,8 +119,13 @@ def _run(
     until_ns = None if until is None else round(until * NS)
     compiled = len(first) >= WORTH_COMPILING if compiled is None else compiled
     all_arrivals = chain(first, arrivals)
+
+    def report(done: int) -> None:
+        if on_progress is not None:
+            on_progress(done, load.share_of(done))
+
     if compiled and why_not(scheduler, setup.cost, first, until_ns) is None:
-        simulate_compiled(scheduler, setup.cost, recorder, all_arrivals, on_progress=on_progress)
+        simulate_compiled(scheduler, setup.cost, recorder, all_arrivals, on_progress=report)
     else:
         simulate(
             scheduler,
@@ -115,7 +133,7 @@ def _run(
             recorder,
             OpenLoop(all_arrivals),
             until_ns=until_ns,
-            on_progress=_throttled(on_progress, recorder),
+            on_progress=_throttled(report, recorder) if on_progress else _silent,
         )
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     settings = run_settings(setup, trace)
@@ -138,19 +156,34 @@ def _run(
 class _Load:
     """Arrivals with the flags' ``max_tokens`` and deadline where their rows have none."""
 
-    def __init__(
-        self, trace: Trace | TraceStream, setup: Setup, scheduler: Scheduler, strict: bool
-    ) -> None:
+    def __init__(self, trace: Trace | TraceStream, setup: Setup, scheduler: Scheduler) -> None:
         self.asked: dict[str, int] = {}
-        self._trace, self._scheduler, self._strict = trace, scheduler, strict
+        self._trace, self._scheduler = trace, scheduler
+        self._num_read = 0
         self._max_tokens: int | None = setup.settings["max_tokens"].value
         deadline = setup.settings["deadline"].value
         self._deadline_ns = None if deadline is None else round(deadline * NS)
         capacity = setup.num_blocks * setup.layout.block_size
         self._most_tokens = min(setup.config.max_model_len, capacity)
 
+    def check(self) -> None:
+        """Raises ``TraceError`` for a request that would be refused."""
+        for request, _ in self:
+            if (reason := self._scheduler.refusal(request)) is not None:
+                raise TraceError(
+                    f"{self._trace.path}: request {request.id} would be refused: {reason}"
+                )
+
+    def share_of(self, done: int) -> float:
+        """Which part of all requests these are, as far as one knows."""
+        if isinstance(self._trace, TraceStream):
+            return self._trace.share_read * done / max(self._num_read, 1)
+        return done / self._trace.num_requests
+
     def __iter__(self) -> Iterator[Arrival]:
+        self._num_read = 0
         for request, output_tokens in self._trace:
+            self._num_read += 1
             changes: dict[str, Any] = {}
             if self._max_tokens is not None and request.max_tokens is None:
                 changes["max_tokens"] = self._max_tokens
@@ -158,10 +191,6 @@ class _Load:
                 changes["deadline_ns"] = request.arrival_ns + self._deadline_ns
             if changes:
                 request = replace(request, **changes)
-            if self._strict and (reason := self._scheduler.refusal(request)) is not None:
-                raise TraceError(
-                    f"{self._trace.path}: request {request.id} would be refused: {reason}"
-                )
             room = self._most_tokens - request.num_prompt_tokens
             if output_tokens > min(room, request.max_tokens or room):
                 self.asked[request.id] = output_tokens * request.n
@@ -186,13 +215,11 @@ def warm_up(scheduler: Scheduler, arrivals: Sequence[Arrival]) -> None:
                 scheduler.abort(request.id)
 
 
-def _silent(done: int) -> None:
+def _silent() -> None:
     """Nobody watches."""
 
 
 def _throttled(on_progress: Callable[[int], None], recorder: Recorder) -> Callable[[], None]:
-    if on_progress is _silent:
-        return lambda: None
     last = time.monotonic()
 
     def tick() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -534,9 +535,32 @@ def test_rows_beyond_memory_lie_in_files_and_read_the_same(spill_rows: int) -> N
     assert record_bytes[0] == record_bytes[1]
 
 
-def test_rows_that_fit_on_no_disk_are_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [20, 100_000])
+def test_rows_that_fit_on_no_disk_are_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    """Whether that shows when they are written, or when the last of them leave the buffer."""
     store = ColumnStore[StepRow](STEP_SCHEMA, spill_rows=10)
-    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
-        monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: full)
-        with pytest.raises(SpillError, match=r"temporary folder .*No space left.*TMPDIR"):
-            store.extend(100_000, {**step_row()._asdict(), "waiting": np.arange(100_000)})
+    monkeypatch.setattr(
+        "tempfile.TemporaryFile",
+        lambda **_: Path("/dev/full").open("w+b"),  # noqa: SIM115
+    )
+
+    def write() -> object:
+        store.extend(num_rows, {**step_row()._asdict(), "waiting": np.arange(num_rows)})
+        return store.columns()["waiting"]
+
+    with pytest.raises(SpillError, match=r"temporary files \(TMPDIR .*No space left"):
+        write()
+
+
+def test_numbers_of_more_than_64_bits_overflow() -> None:
+    store = step_store()
+    store.append(step_row(start_ns=2**63))
+    with pytest.raises(OverflowError, match="start_ns"):
+        store.columns()
+
+
+def test_columns_travel_between_processes() -> None:
+    columns = steps_of(step_row(), step_row(waiting=4))
+    assert_equal_columns(pickle.loads(pickle.dumps(columns)), columns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,20 @@ def test_the_assumed_answer_speed_is_printed(
     out = str(tmp_path / "trace")
     assert main(["generate", "--out", out, "--duration", "5", "--answer-speed", "30"]) == 0
     assert "Assumed: answers come at 30 tokens/s" in capsys.readouterr().out
+
+
+def test_without_hash_ids_only_they_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = list(generate_chat(replace(SMALL, hash_ids=False)))
+    full = [
+        {key: value for key, value in row.items() if not key.startswith("hash_")}
+        for row in generate_chat(SMALL)
+    ]
+    assert bare == full
+    out = str(tmp_path / "trace")
+    assert main(["generate", "--out", out, "--duration", "5", "--no-hash-ids"]) == 0
+    assert not read_trace(out).has_identity
+    command = ["generate", "--out", out, "--force", "--no-hash-ids", "--hash-block-size", "16"]
+    assert main(command) == 2
+    assert "has no effect with --no-hash-ids" in capsys.readouterr().err

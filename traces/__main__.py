@@ -155,6 +155,8 @@ _FIELDS = {"duration": "duration_s", "think": "think_s", "answer-speed": "answer
 
 def _generate(arguments: argparse.Namespace) -> None:
     given = {_FIELDS.get(k.replace("_", "-"), k): v for k, v in vars(arguments).items()}
+    if not arguments.hash_ids and arguments.hash_block_size != _DEFAULTS.hash_block_size:
+        raise TraceError("--hash-block-size has no effect with --no-hash-ids")
     names = [field.name for field in dataclasses.fields(ChatSettings)]
     settings = ChatSettings(**{name: given[name] for name in names})
     written = write_new(Path(arguments.out), chat_lines(settings), force=arguments.force)

@@ -119,14 +119,17 @@ class TraceStream:
         """Share of the file that the present iteration has read."""
         with _opened(path, format) as opened:
             self.format = opened.format.name
+            self._file = opened.file
 
     def __iter__(self) -> Iterator[Arrival]:
         with _opened(self.path, self.format) as opened:
+            if opened.file != self._file:
+                raise TraceError("has been changed since it was first looked at")
             checks = _StreamChecks(self.strict)
             notes: _Notes | None = None
             for number, row in enumerate(opened.format.rows(opened.source), 1):
                 if number % 4096 == 1:
-                    self.share_read = opened.source.tell() / opened.num_bytes
+                    self.share_read = opened.source.tell() / max(opened.num_bytes, 1)
                 if not checks.passes(row):
                     continue
                 if notes is None:
@@ -135,6 +138,8 @@ class TraceStream:
                 yield _arrival(row, notes.start_ns, _ID_PREFIX)
             if notes is None:
                 raise checks.nothing_left()
+            if _file_state(opened.source) != self._file:
+                raise TraceError("was changed while it was read")
             opened.source.seek(0)
             self.sha256 = _sha256(opened.source)
         self.share_read = 1.0
@@ -160,10 +165,25 @@ def lines_text(lines: list[int], most: int = 5) -> str:
     return f"line{'s' if len(lines) > 1 else ''} {text}"
 
 
+class _FileState(NamedTuple):
+    """What differs once a file has been replaced, written to or cut."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+
+def _file_state(file: BinaryIO) -> _FileState:
+    status = os.fstat(file.fileno())
+    return _FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 class _Opened(NamedTuple):
     source: BinaryIO
     format: TraceFormat
     num_bytes: int
+    file: _FileState
 
 
 @contextmanager
@@ -173,9 +193,11 @@ def _opened(path: Path, insisted_name: str | None) -> Iterator[_Opened]:
     try:
         with path.open("rb") as file:
             source: BinaryIO = file
-            status = os.fstat(file.fileno())
-            num_bytes = status.st_size
-            if not stat.S_ISREG(status.st_mode):  # a pipe: read once, then as often as needed
+            state = _file_state(file)
+            num_bytes = state.num_bytes
+            if not stat.S_ISREG(
+                os.fstat(file.fileno()).st_mode
+            ):  # a pipe: read once, then as often as needed
                 source = io.BytesIO(file.read())
                 num_bytes = len(source.getbuffer())
             head = source.read(64)
@@ -184,7 +206,7 @@ def _opened(path: Path, insisted_name: str | None) -> Iterator[_Opened]:
                 raise TraceError("is empty")
             found = insisted or _detect(source, head)
             source.seek(0)
-            yield _Opened(source, found, num_bytes)
+            yield _Opened(source, found, num_bytes, state)
     except FileNotFoundError:
         raise TraceError(f"trace {path}: no such file") from None
     except IsADirectoryError:

@@ -60,7 +60,7 @@ def loads(draw: st.DrawFn) -> tuple[list[Arrival], dict[str, Any]]:
         st.lists(
             st.tuples(
                 st.integers(0, 300),
-                st.integers(1, 60),
+                st.one_of(st.integers(1, 60), st.sampled_from([3, 500])),  # some are refused
                 st.integers(1, 60),
                 st.sampled_from([None, None, 1, 7, 500]),
             ),

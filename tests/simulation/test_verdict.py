@@ -540,3 +540,23 @@ def test_try_change_runs_what_was_advised(
     bottleneck = document["summary"]["bottleneck"]
     assert (bottleneck["state"], bottleneck["kind"]) == ("overloaded", "sequence limit")
     assert document["change_tried"]["metrics"]["goodput.attainment"]["b"] > 0.98
+
+
+@pytest.mark.parametrize("slice_rows", [1, 7, 100])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (poisson(30, 300, 2000, 300), {"max_num_seqs": 4}),
+        (poisson(8, 300, 2000, 300), {"num_gpu_blocks": 1500}),
+        (poisson(8, 300, 6000, 50), {"max_num_batched_tokens": 1024}),
+        (poisson(2, 60, 500, 200), {}),
+    ],
+)
+def test_looking_at_steps_in_slices_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, rows: Rows, options: dict[str, Any], slice_rows: int
+) -> None:
+    whole = planted(rows, Options(**options, slo=SLO))
+    monkeypatch.setattr("records.steps.SLICE_ROWS", slice_rows)
+    sliced = planted(rows, Options(**options, slo=SLO))
+    assert sliced.verdict == whole.verdict
+    assert sliced.summary == whole.summary

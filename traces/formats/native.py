@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from blockmanager.content import NO_EXTRA_KEYS, Content, ExtraKeys, HashedContent, TokenContent
+from scheduler.request import MAX_N
 from traces.formats.base import (
     INT64_MAX,
     SECONDS,
@@ -70,7 +71,7 @@ class Native(JsonLinesFormat):
             id=label(given["id"], "id") if "id" in given else None,
             content=_content(given, prompt_tokens),
             max_tokens=tokens(given["max_tokens"], "max_tokens") if "max_tokens" in given else None,
-            n=whole(given.get("n", 1), "n", least=1),
+            n=whole(given.get("n", 1), "n", least=1, most=MAX_N),
             priority=whole(given.get("priority", 0), "priority", least=None),
             deadline_ns=deadline_ns,
             session_id=label(given["session_id"], "session_id") if "session_id" in given else None,
