@@ -31,7 +31,7 @@ from scheduler.scheduler import RequestRefusedError, Scheduler
 from scheduler.sequence import Sequence
 
 _MOST_STALLED_STEPS = 2
-"""Steps in which nobody got on, one after another, until a beam search that waits for blocks ends."""
+"""Steps in which nobody got on, one after another, until something is done about it."""
 
 
 class RequestError(ValueError):
@@ -109,6 +109,8 @@ class _Live:
     """Sequences of the search's live beams, in its order."""
     next_beams: list[_Child] = field(default_factory=list)
     """The same after the step that is under way."""
+    was_requeued: bool = False
+    """Since its beams last got on."""
 
 
 class _Sampled(NamedTuple):
@@ -353,7 +355,11 @@ class Engine:
 
     def step(self) -> Step:
         """Let everybody get on by what fits into one forward pass. The plan is empty where nobody can
-        compute now."""
+        compute now.
+
+        Raises what the model raises (or a ``KeyboardInterrupt``): the requests of the step have ended
+        then, which the next call tells; all others go on.
+        """
         start_ns = perf_counter_ns()
         plan = self.scheduler.schedule()
         num_running = len(self.scheduler.running)
@@ -634,6 +640,7 @@ class Engine:
                 live.next_beams.append(_Child(live.beams[beam.parent], len(tokens)))
                 tokens.append(beam.token_id)
             branches |= chosen
+            live.was_requeued = False
         return branches, withheld
 
     def _requests_of(self, sequences: Iterable[Sequence]) -> list[_Live]:
@@ -655,7 +662,9 @@ class Engine:
         best = search.hypotheses[: live.params.n]
         for index, found in enumerate(best):
             text = "" if self.tokenizer is None else self.tokenizer.decode(found.token_ids)
-            output = Output(index, list(found.token_ids), text, finish_reason=found.reason)
+            # Of a search that was cut short these are the best so far.
+            why = found.reason if search.done else reason
+            output = Output(index, list(found.token_ids), text, finish_reason=why)
             output.sum_logprob = found.sum_logprob
             live.result.outputs.append(output)
         if not best:
@@ -675,11 +684,22 @@ class Engine:
         self._progress.finished.append(live.result)
 
     def _watch_for_stall(self, plan: StepPlan, withheld: Seq[int], outcome: StepOutcome) -> None:
-        """Beams that hold the blocks that the others of their search wait for would wait for ever."""
-        waiting_only = withheld and len(withheld) == len(plan.sequences)
-        got_on = not waiting_only or plan.admitted or outcome.finished
+        """Beams that hold the blocks that the others of their search wait for would wait for ever.
+
+        Computed again they share more: preempted one by one they may have lost what they shared. A
+        search that waits all the same asks for more than there is.
+        """
+        only_waits = withheld and len(withheld) == len(plan.sequences)
+        got_on = not only_waits or plan.admitted or outcome.finished
         self._num_stalled = 0 if got_on else self._num_stalled + 1
-        if self._num_stalled > _MOST_STALLED_STEPS:
-            self._num_stalled = 0
-            last = plan.sequences[withheld[-1]].request.id
-            self._end(self.scheduler.abort(last, "kv_exhausted"))
+        if self._num_stalled <= _MOST_STALLED_STEPS:
+            return
+        self._num_stalled = 0
+        waiting = {plan.sequences[position].request.id for position in withheld}
+        stuck = [live for request_id, live in self._live.items() if request_id in waiting]
+        if all(live.was_requeued for live in stuck):
+            self._end(self.scheduler.abort(stuck[-1].request.id, "kv_exhausted"))
+            return
+        self.scheduler.requeue([live.request.id for live in stuck])
+        for live in stuck:
+            live.was_requeued = True

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from blockmanager.manager import BlockManager
 from gpu_backend.attention.select import choose
 from gpu_backend.config import ModelConfig
-from gpu_backend.engine import Engine
+from gpu_backend.engine import Engine, Progress
 from gpu_backend.executor import Executor
 from gpu_backend.graphs import DecodeGraphs
 from gpu_backend.kv_cache import KVCache, KVDtype
@@ -83,12 +83,21 @@ class Built:
     """What was chosen, line by line, for people."""
 
 
-def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
+def build(
+    options: EngineOptions,
+    *,
+    tell_tokens: bool = True,
+    executor_type: type[Executor] = Executor,
+) -> Built:
     """Load the model, measure a largest step, take the KV memory.
 
     Raises ``ValueError``, one line, for options that make no engine.
     """
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _check(options)
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:  # torch knows no such device
+        device = torch.device("meta")
     if device.type not in _MAX_BATCHED_TOKENS:
         raise ValueError(f"device {options.device!r} is neither cpu nor cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -102,15 +111,20 @@ def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
     tokenizer = None
     if not isinstance(options.model, ModelConfig):
         tokenizer = load_tokenizer(find_model(options.model))
-    max_model_len = options.max_model_len or model.config.max_model_len
+    max_model_len = options.max_model_len
+    if max_model_len is None:
+        max_model_len = model.config.max_model_len
     if max_model_len > model.config.max_model_len:
         raise ValueError(
             f"max_model_len is {max_model_len}, {model.config.name} was made for at most "
             f"{model.config.max_model_len}"
         )
+    max_num_batched_tokens = options.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = _MAX_BATCHED_TOKENS[device.type]
     config = SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or _MAX_BATCHED_TOKENS[device.type],
+        max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_chunked_prefill=options.enable_chunked_prefill,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
@@ -137,6 +151,7 @@ def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
         state = SamplerState(SamplingParams(top_p=0.9), (), seed=0, eos_ids=())
         Sampler()(logits, [state] * len(logits)).tokens()
 
+    whole_blocks = -(-max_model_len // options.block_size)
     kv = budget(
         model.config,
         device,
@@ -144,7 +159,7 @@ def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
         dtype=dtype,
         kv_dtype=options.kv_cache_dtype,
         weight_bytes=model.num_bytes,
-        most_tokens=config.max_num_seqs * max_model_len,
+        most_tokens=config.max_num_seqs * whole_blocks * options.block_size,
         num_blocks=options.num_blocks,
         kv_bytes=options.kv_bytes,
         utilization=options.memory_utilization,
@@ -167,7 +182,7 @@ def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
         )
-    executor = Executor(model, cache, attention, graphs)
+    executor = executor_type(model, cache, attention, graphs)
     executor.warm_up(min(config.max_num_batched_tokens, max_model_len), 1)
     blocks = BlockManager(
         kv.num_blocks,
@@ -184,7 +199,7 @@ def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
         seed=options.seed,
         tell_tokens=tell_tokens,
     )
-    name = type(attention).__name__ if not callable(getattr(attention, "__name__", None)) else ""
+    name: str = getattr(attention, "__name__", type(attention).__name__)
     lines = [
         f"{model.config.name} in {options.dtype} on {device}, attention {name}",
         *kv.lines,
@@ -192,6 +207,24 @@ def build(options: EngineOptions, *, tell_tokens: bool = True) -> Built:
         f"{config.max_num_batched_tokens}, max_model_len {max_model_len}",
     ]
     return Built(engine, tokenizer, model, config, kv, name, lines)
+
+
+def _check(options: EngineOptions) -> None:
+    """What nothing further down refuses in its own words."""
+    for name, least in (("block_size", 1), ("swap_bytes", 0)):
+        value = getattr(options, name)
+        if value < least:
+            raise ValueError(f"{name} is {value}, must be at least {least}")
+    if not 0 <= options.watermark < 1:
+        raise ValueError(f"watermark is {options.watermark}, must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Mail:
+    """What has come for one call of ``generate`` or ``stream``."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    finished: list[RequestOutput] = field(default_factory=list)
 
 
 class LLM:
@@ -204,6 +237,8 @@ class LLM:
     def __init__(self, model: str | ModelConfig = "smollm2", **options: object) -> None:
         self.built = build(EngineOptions(model=model, **options))  # type: ignore[arg-type]
         self.engine = self.built.engine
+        self._mail: dict[str, _Mail] = {}
+        """Of each request under way: several calls of ``stream`` may take turns."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -225,29 +260,28 @@ class LLM:
         requests = self._requests(prompts, params)
         results: dict[int, RequestOutput] = {}
         numbers: dict[str, int] = {}
+        mail = _Mail()
         try:
             for number, (prompt, chosen) in enumerate(requests):
                 try:
-                    request_id = self.engine.add(self._ids(prompt), chosen)
+                    numbers[self._add(prompt, chosen, mail)] = number
                 except ValueError as error:
-                    ids = [] if isinstance(prompt, str) else list(prompt)
+                    ids = list(prompt) if isinstance(prompt, list | tuple) else []
                     results[number] = RequestOutput(str(number), ids, [], error=str(error))
-                else:
-                    numbers[request_id] = number
             while len(results) < len(requests):
-                for result in self.engine.step().progress.finished:
-                    if result.request_id in numbers:
-                        results[numbers[result.request_id]] = result
-        finally:  # interrupted: nothing of it may run on
-            for request_id in numbers:
-                self.engine.abort(request_id)
+                self._deliver(self.engine.step().progress)
+                results |= {numbers[result.request_id]: result for result in mail.finished}
+                mail.finished.clear()
+                mail.pieces.clear()
+        finally:
+            self._withdraw(numbers)
         return [results[number] for number in range(len(requests))]
 
     def stream(
         self,
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Pieces of all outputs as they come; ``request_id`` is the number of the prompt. Whatever is
         not finished when the iterator is closed is aborted.
 
@@ -255,30 +289,43 @@ class LLM:
         """
         requests = self._requests(prompts, params)
         numbers: dict[str, str] = {}
+        mail = _Mail()
         try:
             for number, (prompt, chosen) in enumerate(requests):
-                numbers[self.engine.add(self._ids(prompt), chosen)] = str(number)
-            remaining = set(numbers)
-            while remaining:
-                progress = self.engine.step().progress
-                for piece in progress.pieces:
-                    if piece.request_id in numbers:
-                        yield Piece(
-                            numbers[piece.request_id],
-                            piece.index,
-                            piece.token_ids,
-                            piece.text,
-                            piece.logprobs,
-                            piece.finish_reason,
-                        )
-                remaining -= {result.request_id for result in progress.finished}
+                numbers[self._add(prompt, chosen, mail)] = str(number)
+            while mail.pieces or len(mail.finished) < len(requests):
+                if not mail.pieces:
+                    self._deliver(self.engine.step().progress)
+                pieces = mail.pieces.copy()
+                mail.pieces.clear()
+                for piece in pieces:
+                    yield replace(piece, request_id=numbers[piece.request_id])
         finally:
-            for request_id in numbers:
-                self.engine.abort(request_id)
+            self._withdraw(numbers)
 
     def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> RequestOutput:
         """The answer to a conversation, by the model's chat template."""
         return self.generate([self.tokenizer.encode_chat(messages)], params)[0]
+
+    def _add(self, prompt: Prompt, params: SamplingParams, mail: _Mail) -> str:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        request_id = self.engine.add(ids, params)
+        self._mail[request_id] = mail
+        return request_id
+
+    def _deliver(self, progress: Progress) -> None:
+        for piece in progress.pieces:
+            if piece.request_id in self._mail:
+                self._mail[piece.request_id].pieces.append(piece)
+        for result in progress.finished:
+            if result.request_id in self._mail:
+                self._mail[result.request_id].finished.append(result)
+
+    def _withdraw(self, request_ids: Iterable[str]) -> None:
+        """The call is over: whatever it has not waited for may not run on."""
+        for request_id in request_ids:
+            del self._mail[request_id]
+            self._deliver(self.engine.abort(request_id))
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
@@ -290,6 +337,3 @@ class LLM:
         if len(params) != len(each):
             raise ValueError(f"{len(params)} sampling params for {len(each)} prompts")
         return list(zip(each, params, strict=True))
-
-    def _ids(self, prompt: Prompt) -> Seq[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt

@@ -87,7 +87,9 @@ def replay(
     """
     recorder = Recorder(built.kv.num_blocks)
     clock = _Clock(pace)
-    driver = _Driver(built.engine, recorder, clock, options.seed, params or SamplingParams(temperature=0))
+    driver = _Driver(
+        built.engine, recorder, clock, options.seed, params or SamplingParams(temperature=0)
+    )
     start = time.perf_counter()
     arrivals: Iterable[Arrival] = trace
     if most_requests is not None:

@@ -142,6 +142,7 @@ class Scheduler:
         self._extra_slots = 0  # of running sequences that have not forked yet
         self._running_rows: npt.NDArray[np.int64] | None = None
         self._retired_rows: list[int] = []
+        self._requeued: Seq[str] = ()
         self._pending: StepPlan | None = None
 
     # -- requests ----------------------------------------------------------------------------
@@ -283,6 +284,15 @@ class Scheduler:
             self.waiting.remove(sequence)
         return self._finish(sequence, reason)
 
+    def requeue(self, request_ids: Seq[str]) -> None:
+        """At the next ``schedule()`` send all sequences of these requests back to the queue, the first
+        request's before the second's, to be computed again.
+
+        For beams that wait for blocks which others of their search, or of another, hold: they come
+        back search by search, and share what the prefix cache knows of them.
+        """
+        self._requeued = tuple(request_ids)
+
     def expire(self, now_ns: int) -> list[Finished]:
         """End every request whose deadline is ``now_ns`` or earlier, as ``timed_out``."""
         finished = []
@@ -314,6 +324,9 @@ class Scheduler:
             self.arrays.return_row(row)
         self._retired_rows.clear()
         step = _Step(self.config.max_num_batched_tokens)
+        for request_id in reversed(self._requeued):
+            self._requeue(request_id, step)
+        self._requeued = ()
         if not self._grant_all_running(step):
             self._grant_running_one_by_one(step)
         if not step.preempted:
@@ -476,7 +489,32 @@ class Scheduler:
         self.blocks.register(sequence.table, num_tokens)
         self.arrays.num_registered[sequence.row] = sequence.table.num_registered
 
-    def _preempt(self, index: int, requester: Sequence, blocks_needed: int, step: _Step) -> None:
+    def _requeue(self, request_id: str, step: _Step) -> None:
+        for sequence in reversed(self._of_request.get(request_id, {})):
+            if sequence.state is SequenceState.RUNNING:
+                need = self.blocks.blocks_for(sequence.num_tokens)
+                index = self.running.index(sequence)
+                self._preempt(index, sequence, need, step, may_swap=False)
+                continue
+            queue = self.waiting if sequence.state is SequenceState.WAITING else self.swapped
+            queue.remove(sequence)
+            self.blocks.free(sequence.table)
+            sequence.num_lost_tokens += sequence.num_computed_tokens
+            self.arrays.num_computed[sequence.row] = 0
+            sequence.last_preemption = self._num_preemptions
+            self._num_preemptions += 1
+            sequence.state = SequenceState.WAITING
+            self.waiting.push(sequence)
+
+    def _preempt(
+        self,
+        index: int,
+        requester: Sequence,
+        blocks_needed: int,
+        step: _Step,
+        *,
+        may_swap: bool = True,
+    ) -> None:
         """Take everything from a running sequence and send it back to the queue."""
         victim = self._remove_running(index)
         arrays, row = self.arrays, victim.row
@@ -490,7 +528,7 @@ class Scheduler:
             self.blocks.unregister(victim.table, grant.registered_before)
         # What a dropped grant would have copied is not there to be swapped out.
         transfers = None
-        if self.config.preemption_mode == "swap" and grant is None:
+        if self.config.preemption_mode == "swap" and grant is None and may_swap:
             transfers = self.blocks.swap_out(victim.table)
         lost = 0
         if transfers is None:

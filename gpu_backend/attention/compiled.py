@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
-from numba.extending import overload
+from numba.extending import overload, register_jitable
 
 _TILE = 16
 """Tokens at a time: their rows stay in the first-level cache, and a vector register holds as many."""
 _NO_WINDOW = 1 << 30
-_NO_SCALES = np.empty((0, 0, 0), np.float32)
+NO_SCALES = np.empty((0, 0, 0), np.float32)
 _STORED_AS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
 """numpy has no such types: the loop gets their bits."""
 _LOWEST = np.float32(-1e30)
-_LOG2_E = np.float32(math.log2(math.e))
+LOG2_E = np.float32(math.log2(math.e))
 
 # What one exponential may cost decides the speed, so it is written out. 2**x, x <= 0, is split at the
 # nearest integer; the rest is a polynomial of degree 6 (Cephes exp2f, relative error below 2e-7).
@@ -62,45 +62,79 @@ def decode(
 ) -> None:
     """Fill the rows of ``out`` that belong to sequences with one query token; ``arrays`` are query_start,
     context_lens and block_tables, ``num_single`` is the number of those sequences."""
+    decode_arrays(
+        array_of(query),
+        array_of(keys),
+        array_of(values),
+        NO_SCALES if key_scales is None else key_scales.numpy(),
+        NO_SCALES if value_scales is None else value_scales.numpy(),
+        arrays,
+        num_single,
+        use_torch_threads(),
+        scale,
+        window,
+        array_of(out),
+    )
+
+
+def decode_arrays(
+    query: Any,
+    keys: Any,
+    values: Any,
+    key_scales: Any,
+    value_scales: Any,
+    arrays: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]],
+    num_single: int,
+    threads: int,
+    scale: float,
+    window: int | None,
+    out: Any,
+) -> None:
+    """``decode`` for who has arrays at hand (``array_of``) and has asked ``use_torch_threads``."""
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[2]
-    threads = torch.get_num_threads()
-    usable = min(threads, config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    if get_num_threads() != usable:
-        set_num_threads(usable)
-    if torch.get_num_threads() != threads:
-        # The first question to numba starts its threads, and sets OpenMP's number for torch too.
-        torch.set_num_threads(threads)
     # A block's heads lie side by side: one task reads them together where there are tasks enough.
-    whole = usable == 1 or num_single >= 2 * usable
+    whole = threads == 1 or num_single >= 2 * threads
     decode_kernel(heads // kv_heads, head_dim)(
-        _array(query),
-        _array(keys),
-        _array(values),
-        _NO_SCALES if key_scales is None else key_scales.numpy(),
-        _NO_SCALES if value_scales is None else value_scales.numpy(),
+        query,
+        keys,
+        values,
+        key_scales,
+        value_scales,
         *arrays,
         np.float32(scale),
         _NO_WINDOW if window is None else window,
         kv_heads if whole else 1,
         np.float32(1),
-        _array(out),
+        out,
     )
 
 
-def _array(tensor: torch.Tensor) -> Any:
+def use_torch_threads() -> int:
+    """Make compiled loops use as many threads as torch does; returns their number."""
+    threads = torch.get_num_threads()
+    usable: int = min(threads, config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if get_num_threads() != usable:
+        set_num_threads(usable)
+    if torch.get_num_threads() != threads:
+        # The first question to numba starts its threads, and sets OpenMP's number for torch too.
+        torch.set_num_threads(threads)
+    return usable
+
+
+def array_of(tensor: torch.Tensor) -> Any:
     """A tensor's memory as an array."""
     stored = _STORED_AS.get(tensor.dtype)
     return (tensor if stored is None else tensor.view(stored)).numpy()
 
 
-def _widen(stored: Any) -> Any:
+def widen(stored: Any) -> Any:
     """The float32 that is stored: float32 itself, the bits of a bfloat16 (uint16) or of a float8
     e4m3fn (uint8), or an int8."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(_widen, strict=False)
+@overload(widen, strict=False)
 def _widen_typed(stored: Any) -> Callable[[Any], Any] | None:
     if stored == types.uint16:
         return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
@@ -119,12 +153,12 @@ def _widen_typed(stored: Any) -> Callable[[Any], Any] | None:
     return None
 
 
-def _narrow(value: Any, like: Any) -> Any:
+def narrow(value: Any, like: Any) -> Any:
     """``value`` (float32) as it is stored in an array whose elements are like ``like``."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(_narrow, strict=False)
+@overload(narrow, strict=False)
 def _narrow_typed(value: Any, like: Any) -> Callable[[Any, Any], Any] | None:
     if like == types.float32:
         return lambda value, like: value
@@ -139,6 +173,17 @@ def _narrow_typed(value: Any, like: Any) -> Callable[[Any, Any], Any] | None:
 
         return to_bfloat16
     return None
+
+
+@register_jitable(inline="always")
+def exp2(x: Any) -> Any:
+    """2**x of a float32, x <= 0; below the normal numbers 2**-126."""
+    x = np.float32(-126) if x < np.float32(-126) else x
+    whole = np.int32(x - np.float32(0.5))
+    f = x - np.float32(whole)
+    p = ((_C6 * f + _C5) * f + _C4) * f + _C3
+    p = ((p * f + _C2) * f + _C1) * f + _C0
+    return p * np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @cache
@@ -182,7 +227,7 @@ def decode_kernel(group: int, head_dim: int) -> Any:
             for h in range(heads_per_task):
                 for g in range(group):
                     for d in range(head_dim):
-                        q[h, g, d] = _widen(query[token, (head + h) * group + g, d]) * scale
+                        q[h, g, d] = widen(query[token, (head + h) * group + g, d]) * scale
             rows = np.zeros((heads_per_task, _TILE, head_dim), np.float32)
             scores = np.empty((heads_per_task, group, _TILE), np.float32)
             half = np.empty(_TILE // 2, np.float32)
@@ -199,7 +244,7 @@ def decode_kernel(group: int, head_dim: int) -> Any:
                     for h in range(heads_per_task):
                         factor = key_scales[block, slot, head + h] if scaled else one
                         for d in range(head_dim):
-                            rows[h, t, d] = _widen(keys[block, slot, head + h, d]) * factor
+                            rows[h, t, d] = widen(keys[block, slot, head + h, d]) * factor
                 for h in range(heads_per_task):
                     for g in range(group):
                         for quarter in range(_TILE // 4):
@@ -223,7 +268,7 @@ def decode_kernel(group: int, head_dim: int) -> Any:
                     for h in range(heads_per_task):
                         factor = value_scales[block, slot, head + h] if scaled else one
                         for d in range(head_dim):
-                            rows[h, t, d] = _widen(values[block, slot, head + h, d]) * factor
+                            rows[h, t, d] = widen(values[block, slot, head + h, d]) * factor
                 for h in range(heads_per_task):
                     for g in range(group):
                         for t in range(_TILE // 2):
@@ -240,13 +285,7 @@ def decode_kernel(group: int, head_dim: int) -> Any:
                             highest[h, g] = top
                         added = np.float32(0)
                         for t in range(_TILE):
-                            x = (scores[h, g, t] - top) * _LOG2_E
-                            x = np.float32(-126) if x < np.float32(-126) else x
-                            whole = np.int32(x - np.float32(0.5))
-                            f = x - np.float32(whole)
-                            p = ((_C6 * f + _C5) * f + _C4) * f + _C3
-                            p = ((p * f + _C2) * f + _C1) * f + _C0
-                            p *= np.int32((whole + np.int32(127)) << np.int32(23)).view(np.float32)
+                            p = exp2((scores[h, g, t] - top) * LOG2_E)
                             scores[h, g, t] = p
                             added += p
                         weight[h, g] += added
@@ -272,15 +311,15 @@ def decode_kernel(group: int, head_dim: int) -> Any:
                     share = np.float32(1) / weight[h, g] if context > 0 else np.float32(0)
                     for d in range(head_dim):
                         row = (head + h) * group + g
-                        out[token, row, d] = _narrow(total[h, g, d] * share, out[token, row, d])
+                        out[token, row, d] = narrow(total[h, g, d] * share, out[token, row, d])
 
-    return _compiled(attend)
+    return compiled(attend)
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any], *, parallel: bool = True) -> Any:
     """Compile at the first call, and keep the result on disk where there is a place for it."""
     options: dict[str, Any] = {
-        "parallel": True,
+        "parallel": parallel,
         "nogil": True,
         "error_model": "numpy",
         "fastmath": _FASTMATH,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from gpu_backend.engine import RequestError
+from gpu_backend.executor import Forward
 from gpu_backend.outputs import RequestOutput
 from gpu_backend.sampling import SamplingParams
 from tests.engine.conftest import LoadedModel
@@ -81,7 +82,10 @@ def test_equal_to_transformers(seed: int) -> None:
         result = Driven(engine).drain().results["a"]
         if width == 1:  # transformers has no beam search of one beam: it is greedy
             config = SamplingParams(temperature=0, max_tokens=9, stop_token_ids=stops)
-            assert result.outputs[0].token_ids == alone(prompt, config, model=model).outputs[0].token_ids
+            assert (
+                result.outputs[0].token_ids
+                == alone(prompt, config, model=model).outputs[0].token_ids
+            )
             continue
         want = generate_with_beams(theirs, prompt, params, engine_eos := (EOS,))
         assert [output.token_ids for output in result.outputs] == [tokens for tokens, _ in want]
@@ -100,11 +104,15 @@ def test_equal_to_transformers(seed: int) -> None:
 def test_real_model_equal_to_transformers(smollm2: LoadedModel) -> None:
     theirs = as_transformers(smollm2.model)
     engine = make_engine(
-        40, model=smollm2.model, tokenizer=smollm2.tokenizer, eos_ids=smollm2.tokenizer.eos_token_ids,
-        block_size=16, max_model_len=128,
+        40,
+        model=smollm2.model,
+        tokenizer=smollm2.tokenizer,
+        eos_ids=smollm2.tokenizer.eos_token_ids,
+        block_size=16,
+        max_model_len=128,
     )
-    params = _beams(3, 8)
-    texts = ["The capital of France is", "One, two, three,", "def add(a, b):\n    return"]
+    params = _beams(3, 7)
+    texts = ["The capital of France is", "def add(a, b):\n    return"]
     prompts = [smollm2.tokenizer.encode(text) for text in texts]
     for number, prompt in enumerate(prompts):
         engine.add(prompt, params, str(number))
@@ -115,6 +123,136 @@ def test_real_model_equal_to_transformers(smollm2: LoadedModel) -> None:
         assert [output.token_ids for output in result.outputs] == [tokens for tokens, _ in want]
         assert result.text == smollm2.tokenizer.decode(want[0][0])
     assert "Paris" in driven.results["0"].text
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_beams_are_the_same_beams(mode: str) -> None:
+    """Two older requests take block after block; beams that lost theirs catch up, the others wait."""
+    engine = make_engine(18, 4, preemption_mode=mode, num_swap_blocks=60 if mode == "swap" else 0)
+    for name in ("older", "old"):
+        engine.add(*NEIGHBOURS[0], name)
+    engine.add(*CASES[0], "a")
+    driven = Driven(engine).drain()
+    victims = {p.sequence.id for step in driven.steps for p in step.plan.preempted}
+    assert len(victims) > 1
+    assert all(victim.startswith("a#") for victim in victims)
+    assert (driven.num_swapped_in > 0) == (mode == "swap")
+    assert driven.num_withheld > 0
+    assert_same(driven.results["a"], reference(0))
+    for name in ("older", "old"):
+        assert_same(driven.results[name], reference(len(CASES)))
+
+
+def test_a_budget_parts_the_beams() -> None:
+    """A long prompt that runs ahead of them takes two of a step's four tokens: of three beams one
+    comes too short, and two compute their last token again and again until the prompt is done."""
+    engine = make_engine(max_num_seqs=4, max_num_batched_tokens=4, long_prefill_token_threshold=2)
+    engine.add(*NEIGHBOURS[2], "long")
+    engine.add(*CASES[0], "a")
+    driven = Driven(engine).drain()
+    assert driven.num_withheld > 10
+    assert_same(driven.results["a"], reference(0))
+    assert_same(driven.results["long"], reference(len(CASES) + 2))
+
+
+def test_as_many_slots_as_beams() -> None:
+    engine = make_engine(max_num_seqs=3)
+    for number in range(2):
+        engine.add(*CASES[0], f"a{number}")
+        engine.add(*NEIGHBOURS[0], f"n{number}")
+    driven = Driven(engine).drain()
+    assert max(step.num_running for step in driven.steps) == 3
+    for number in range(2):
+        assert_same(driven.results[f"a{number}"], reference(0))
+        assert_same(driven.results[f"n{number}"], reference(len(CASES)))
+
+
+def test_beams_that_lost_what_they_shared_are_computed_again() -> None:
+    """Preempted one by one and recomputed in chunks side by side, the beams of a search hold its
+    prompt more than once, and the pool has no room for that: all of them go back to the queue, and
+    find the prompt in the prefix cache."""
+    prompt, params = CASES[1]
+    engine = make_engine(
+        40, 1, max_num_seqs=4, max_num_batched_tokens=9, long_prefill_token_threshold=3
+    )
+    requeued: list[Seq[str]] = []
+    requeue = engine.scheduler.requeue
+
+    def counted(request_ids: Seq[str]) -> None:
+        requeued.append(request_ids)
+        requeue(request_ids)
+
+    engine.scheduler.requeue = counted  # type: ignore[method-assign]
+    engine.add(*NEIGHBOURS[0], "older")
+    driven = Driven(engine)
+    driven.step()
+    engine.add(prompt, params, "a")
+    driven.drain()
+    assert requeued == [["a"]]
+    assert_same(driven.results["a"], reference(1))
+
+
+def test_a_search_that_outgrows_the_pool_ends() -> None:
+    """Without ``max_tokens`` it may: its beams are told apart from those that finish."""
+    params = SamplingParams(temperature=0, beam_width=3, n=2, ignore_eos=True)
+    engine = make_engine(6, 4)
+    engine.add(COMMON[:5], params, "a")
+    engine.add(*CASES[4], "b")
+    driven = Driven(engine).drain()
+    assert {output.finish_reason for output in driven.results["a"].outputs} == {"kv_exhausted"}
+    assert_same(driven.results["b"], reference(4))
+
+
+def test_an_aborted_search_gives_its_best_so_far() -> None:
+    prompt, params = CASES[2]
+    stops = [*range(1, VOCAB, 2)]
+    params = SamplingParams(
+        temperature=0, beam_width=4, n=4, max_tokens=40, early_stopping="never",
+        length_penalty=2.0, stop_token_ids=stops,
+    )  # fmt: skip
+    engine = make_engine()
+    engine.add(prompt, params, "a")
+    driven = Driven(engine)
+    for _ in range(4):
+        driven.step()
+    driven.abort("a")
+    assert_nothing_left(engine)
+    outputs = driven.results["a"].outputs
+    assert {output.finish_reason for output in outputs} == {"aborted"}
+    assert len(outputs) > 1
+    assert all(output.token_ids[-1] in {*stops, EOS} for output in outputs)
+
+
+def test_a_search_that_had_shrunk_may_find_no_slots() -> None:
+    """Nine slots; for two steps only one token is possible, the three searches are down to a beam each,
+    and five others come. Of the one slot left the first search takes what it needs, the next has no
+    room and ends, and so does the last: the slot that is free by then is one too few."""
+    engine = make_engine(max_num_seqs=9)
+    for width in (2, 4, 3):
+        engine.add(COMMON, _beams(width, 12, n=1), f"width {width}")
+    driven = Driven(engine)
+    run = engine.executor.run
+
+    def only_seven(*args: Any) -> Forward:
+        forward = run(*args)
+        logits = forward.logits.clone()
+        logits[:, :7] = logits[:, 8:] = -torch.inf
+        return forward._replace(logits=logits)
+
+    engine.executor.run = only_seven  # type: ignore[assignment,method-assign]
+    driven.step()
+    for number in range(5):
+        engine.add(*NEIGHBOURS[0], str(number))
+    driven.step()
+    engine.executor.run = run  # type: ignore[method-assign]
+    assert engine.scheduler.num_free_slots == 1
+    driven.drain()
+    why = "its beams find no sequence slots (max_num_seqs)"
+    assert driven.results["width 2"].error is None
+    assert driven.results["width 4"].error == f"request width 4: {why}"
+    assert driven.results["width 3"].error == f"request width 3: {why}"
+    for number in range(5):
+        assert driven.results[str(number)].outputs[0].finish_reason == "length"
 
 
 _Load = tuple[dict[str, Any], list[tuple[int, int]], tuple[int, int] | None]
@@ -140,9 +278,10 @@ def _loads(draw: st.DrawFn) -> _Load:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 3])),
         "tell_tokens": draw(st.sampled_from([True, True, True, False])),
         "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
+        "policy": draw(st.sampled_from(["fcfs", "fcfs", "fcfs-fewest-lost", "priority"])),
     }
     if draw(st.booleans()):
-        options |= {"preemption_mode": "swap", "num_swap_blocks": 200}
+        options |= {"preemption_mode": "swap", "num_swap_blocks": draw(st.sampled_from([9, 200]))}
     abort = draw(st.none() | st.tuples(st.integers(0, len(arrivals) - 1), st.integers(1, 8)))
     return options, arrivals, abort
 
@@ -177,7 +316,7 @@ def test_the_same_beams_whatever_the_scheduler_does(
         for number, (index, at) in enumerate(arrivals):
             if at == step:
                 prompt, params = every[index]
-                engine.add(prompt, params, str(number))
+                engine.add(prompt, params, str(number), arrival_ns=10 * step + number)
         if abort is not None and abort[1] == step:
             driven.abort(str(abort[0]))
         if step > 8 and not engine.num_unfinished:

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any, NamedTuple
 
-import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from gpu_backend.engine import Engine
 from gpu_backend.outputs import RequestOutput
 from gpu_backend.sampling import SamplingParams
 from tests.engine.helpers import (
-    EOS,
     VOCAB,
     Driven,
     alone,
@@ -126,8 +124,7 @@ def test_the_model_is_sure() -> None:
 
 
 class Arrival(NamedTuple):
-    index: int
-    """Of the case."""
+    case: int
     step: int
     priority: int
 
@@ -147,7 +144,7 @@ def serve(
                 aborted.add(victim)
         for number, arrival in enumerate(arrivals):
             if arrival.step == step and number not in aborted:
-                case = CASES[arrival.index]
+                case = CASES[arrival.case]
                 engine.add(case.prompt, case.params, str(number), priority=arrival.priority)
         if step > 12 and not engine.num_unfinished:
             break
@@ -156,7 +153,7 @@ def serve(
         assert step < 3000
     driven.drain()
     for number, arrival in enumerate(arrivals):
-        want, got = reference(arrival.index), driven.results.get(str(number))
+        want, got = reference(arrival.case), driven.results.get(str(number))
         if number in aborted:
             assert_begins(got, want)
         else:
@@ -190,7 +187,9 @@ def _loads(draw: st.DrawFn) -> tuple[dict[str, Any], list[Arrival], list[tuple[i
         "num_blocks": draw(st.sampled_from([0, 0, 0, 1, 3, 100])),
         "enable_prefix_caching": draw(st.sampled_from([True, True, False])),
         "watermark_blocks": draw(st.sampled_from([0, 0, 2])),
-        "policy": draw(st.sampled_from(["fcfs", "fcfs", "fcfs-fewest-lost", "priority-preemptive"])),
+        "policy": draw(
+            st.sampled_from(["fcfs", "fcfs", "fcfs-fewest-lost", "priority-preemptive"])
+        ),
         "attention": draw(st.sampled_from(["cpu", "cpu", "reference"])),
         "tell_tokens": draw(st.sampled_from([True, True, False])),
         "max_num_seqs": draw(st.sampled_from([4, 6, 12, 64])),
@@ -207,7 +206,7 @@ def _loads(draw: st.DrawFn) -> tuple[dict[str, Any], list[Arrival], list[tuple[i
 
 
 @settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -218,7 +217,7 @@ def test_the_same_tokens_whatever_the_scheduler_does(
 ) -> None:
     options, arrivals, aborts = load
     probe = make_engine(1, options["block_size"])
-    options["num_blocks"] += max(need(probe, arrival.index) for arrival in arrivals)
+    options["num_blocks"] += max(need(probe, arrival.case) for arrival in arrivals)
     driven, _ = serve(make_engine(**options), arrivals, aborts)
     event(f"preempted: {driven.num_preempted > 0}")
     event(f"swapped in: {driven.num_swapped_in > 0}")

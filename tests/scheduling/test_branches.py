@@ -403,3 +403,48 @@ def test_forking_needs_a_slot_and_a_running_parent() -> None:
     with pytest.raises(ValueError, match=r"^no slot to fork a: max_num_seqs is 2$"):
         scheduler.fork(parent, 6)
     scheduler.check()
+
+
+def test_requests_that_are_requeued_come_back_one_after_the_other() -> None:
+    """From wherever their sequences are, at the head of the queue, to be computed again."""
+    scheduler = make_scheduler(
+        9, SIZE, num_swap_blocks=3, preemption_mode="swap", max_num_seqs=6, max_model_len=32
+    )
+    scheduler.add(make_request("old", [*range(60, 67)], 20))
+    scheduler.add(make_request("a", [*range(40, 46)], n=2))
+    scheduler.add(make_request("b", [*range(50, 58)], n=2))
+    step(scheduler, {"a#0": [1, 2], "b#0": [1, 2]}, tokens={"old": [1]})
+    scheduler.add(make_request("c", 3, 2))
+    for _ in range(6):  # the old one grows, the others wait
+        plan = scheduler.schedule()
+        beams = [sequence.id for sequence in plan.sequences if sequence.id != "old"]
+        update(scheduler, plan, withheld=beams, tokens={"old": [3]})
+    assert list(running(scheduler)) == ["old", "a#0", "a#1"]
+    assert [sequence.id for sequence in scheduler.swapped] == ["b#1"]
+    assert [sequence.id for sequence in scheduler.waiting] == ["b#0", "c"]
+
+    scheduler.requeue(["a", "b"])
+    plan = scheduler.schedule()
+    scheduler.check()
+    assert [sequence.id for sequence in plan.sequences] == ["old"]
+    assert not plan.admitted
+    assert not plan.swapped_out
+    assert [(p.sequence.id, p.tokens_lost) for p in plan.preempted] == [("a#1", 6), ("a#0", 6)]
+    assert [sequence.id for sequence in scheduler.waiting] == ["a#0", "a#1", "b#0", "b#1", "c"]
+    assert scheduler.blocks.host_pool is not None
+    assert scheduler.blocks.host_pool.num_free == 3
+    update(scheduler, plan, tokens={"old": [4]})
+    plan = scheduler.schedule()
+    assert [admission.sequence.id for admission in plan.admitted][:2] == ["a#0", "a#1"]
+    first, second = (admission.sequence for admission in plan.admitted[:2])
+    assert first.block_ids[0] == second.block_ids[0]  # the prompt, once again
+    update(
+        scheduler,
+        plan,
+        withheld=[sequence.id for sequence in plan.sequences if sequence.id != "old"],
+        tokens={"old": [4]},
+    )
+    for name in ("old", "a", "b", "c"):
+        scheduler.abort(name)
+    scheduler.check()
+    assert scheduler.blocks.num_free == 9
