@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -101,6 +102,13 @@ class KVCache:
     def value_scales(self, layer: int) -> torch.Tensor | None:
         """``[num_blocks + 1, block_size, kv_heads]``, or ``None`` where nothing is quantised."""
         return None if self.scales is None else self.scales[layer, 1]
+
+    @cached_property
+    def arrays(self) -> list[tuple[Any, Any]]:
+        """``keys`` and ``values`` of each layer for compiled loops: the same memory, bfloat16 as uint16."""
+        from gpu_backend.attention.compiled import array_of
+
+        return [(array_of(layer[0]), array_of(layer[1])) for layer in self.pool]
 
     @property
     def bytes_per_block(self) -> int:

@@ -9,15 +9,23 @@ makes hundreds of such calls, 3 % of the time of a 135M model's decode step on a
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from gpu_backend.attention.cpu import LEAST_HEAD_DIM
 from gpu_backend.config import ModelConfig
 from gpu_backend.rope import Angles, Rotary, rotate
+
+if TYPE_CHECKING:
+    from gpu_backend.cpu_kernels import FusedDecode, RowProduct
+
+_MOST_KEPT_BYTES = 1 << 30
+"""Weights of models up to this size stay in both layouts."""
 
 
 class Attend(Protocol):
@@ -40,22 +48,29 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = weight
         self.bias = bias
         self.packed: torch.Tensor | None = None
+        self.row_product: RowProduct | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed is None:
             assert self.weight is not None
             return F.linear(x, self.weight, self.bias)
+        if self.row_product is not None and len(x) == 1:
+            return self.row_product(x)
         y: torch.Tensor = _mkldnn()._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return y
 
     __call__ = forward
 
-    def pack(self) -> None:
+    def pack(self, row_product: type[RowProduct] | None = None) -> None:
         """Replace the weight by oneDNN's blocked copy: the plain layout is packed again in every
-        call, which costs as much as the product itself at the few tokens of a decode step."""
+        call, which costs as much as the product itself at the few tokens of a decode step.
+        ``row_product`` keeps the plain one too, and takes the products of one row."""
         assert self.weight is not None, "packed already"
         self.packed = _mkldnn()._reorder_linear_weight(self.weight.detach())
-        self.weight = None
+        if row_product is None:
+            self.weight = None
+        else:
+            self.row_product = row_product(self.weight, self.bias)
 
 
 def _mkldnn() -> Any:
@@ -75,6 +90,16 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype == torch.float16:
         return bool(_mkldnn()._is_mkldnn_fp16_supported())
     return False
+
+
+def can_fuse(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether ``cpu_kernels`` serve a model that can be packed. Models with small heads are toys, not
+    worth the seconds that compiling takes."""
+    return (
+        dtype == torch.bfloat16
+        and config.head_dim >= LEAST_HEAD_DIM
+        and importlib.util.find_spec("numba") is not None
+    )
 
 
 class RMSNorm(nn.Module):
@@ -191,6 +216,7 @@ class Decoder(nn.Module):
             self.embed_tokens if tied else new(config.vocab_size, config.hidden_size)
         )
         self.rotary = Rotary(config.rope, config.head_dim, self.device)
+        self.fused: FusedDecode | None = None
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -200,6 +226,8 @@ class Decoder(nn.Module):
         Ids and positions must be in range. Nothing here waits for the device or depends on the
         values of a tensor, so that a call can be captured as a graph where ``attend`` can.
         """
+        if self.fused is not None and self.fused.takes(attend):
+            return self.fused(token_ids, positions, attend)
         angles = self.rotary(positions, self.dtype)
         hidden = F.embedding(token_ids, self.embed_tokens)
         for layer in self.layers:
@@ -216,10 +244,18 @@ class Decoder(nn.Module):
         Does nothing where the device or the dtype has no such kernels. A tied embedding keeps its
         plain table beside the packed output matrix.
         """
-        if can_pack(self.dtype, self.device):
-            for module in self.modules():
-                if isinstance(module, Linear):
-                    module.pack()
+        if not can_pack(self.dtype, self.device):
+            return
+        row_product = None
+        if can_fuse(self.config, self.dtype):
+            from gpu_backend.cpu_kernels import FusedDecode, RowProduct
+
+            self.fused = FusedDecode(self)
+            if self.num_bytes <= _MOST_KEPT_BYTES:
+                row_product = RowProduct
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(row_product)
 
     @property
     def num_bytes(self) -> int:

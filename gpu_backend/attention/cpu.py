@@ -18,7 +18,7 @@ from gpu_backend.attention.inputs import AttentionInputs
 
 _COMPILED_QUERIES = (torch.float32, torch.bfloat16)
 _COMPILED_POOLS = (*_COMPILED_QUERIES, torch.int8, torch.float8_e4m3fn)
-_LEAST_HEAD_DIM = 64
+LEAST_HEAD_DIM = 64
 """Models with smaller heads are toys, not worth the seconds that compiling for their shape takes."""
 _KEPT_MASKS = 1 << 24
 """Elements of a step's masks up to which they are kept for its other layers."""
@@ -41,6 +41,11 @@ class CpuAttention:
         self._step: _Step | None = None
         self._scratch: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether there is a compiled loop for decoding sequences."""
+        return self._decode is not None
+
     def __call__(
         self,
         query: torch.Tensor,
@@ -62,7 +67,7 @@ class CpuAttention:
         if (
             self._decode is not None
             and step.num_single > 0
-            and query.shape[2] >= _LEAST_HEAD_DIM
+            and query.shape[2] >= LEAST_HEAD_DIM
             and query.dtype in _COMPILED_QUERIES
             and keys.dtype in _COMPILED_POOLS
         ):
