@@ -88,8 +88,8 @@ def _run_parser() -> argparse.ArgumentParser:
     add(
         "--cost-model",
         metavar="MODEL",
-        help="physical, constant:20ms, linear:base=5ms,per_token=20us,per_seq=50us, or no-cache "
-        "(no KV cache at all) (physical)",
+        help="physical, constant:20ms, linear:base=5ms,per_token=20us,per_seq=50us, profile:FILE (measured, "
+        "by python -m gpu_backend profile), or no-cache (no KV cache at all) (physical)",
     )
     add = parser.add_argument_group(
         "KV memory (one of the first two; else what the GPU has left)"

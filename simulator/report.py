@@ -71,7 +71,7 @@ def render(result: RunResult, setup: Setup, origin: str) -> str:
         _preemptions(record.requests),
         _cut_short(record.requests, result.asked),
         _refusals(record.requests),
-        _assumed(setup),
+        _assumed(setup, record),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
@@ -383,7 +383,7 @@ def _refusals(requests: Columns) -> list[str]:
     return lines
 
 
-def _assumed(setup: Setup) -> list[str]:
+def _assumed(setup: Setup, record: RunRecord) -> list[str]:
     lines = ["Assumed"]
     for name, setting in setup.settings.items():
         if setting.source == "assumed" and setting.value is not None:
@@ -393,7 +393,7 @@ def _assumed(setup: Setup) -> list[str]:
         setting = setup.settings[name]
         if setting.value is None:
             lines.append(f"  no --{name.replace('_', '-')}: {setting.note}")
-    lines += _bullets(setup.cost.describe())
+    lines += _bullets(record.settings["cost_model_assumes"])
     return lines
 
 

@@ -4,6 +4,7 @@ from simulator.cost.efficiency import Efficiencies
 from simulator.cost.models import ConstantCost, LinearCost, cost_model_from_flag
 from simulator.cost.no_cache import NoCacheCost
 from simulator.cost.physical import PhysicalCost
+from simulator.cost.profile import ProfileCost
 from simulator.cost.step import CostModel, RunPrice, StepPrice
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "LinearCost",
     "NoCacheCost",
     "PhysicalCost",
+    "ProfileCost",
     "RunPrice",
     "StepPrice",
     "cost_model_from_flag",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
+from pathlib import Path
 
 from catalog import GPU, KVDtype, ModelShape, WeightDtype
 from simulator.cost.no_cache import NoCacheCost
 from simulator.cost.physical import PhysicalCost
+from simulator.cost.profile import ProfileCost
 from simulator.cost.step import Amount, CostModel, StepWork, TermModel
 
 _NOT_KNOWN = "FLOPs and bytes of a step are unknown to this cost model: utilisation is not shown"
@@ -96,7 +98,7 @@ _UNITS = {"ns": -9, "us": -6, "µs": -6, "ms": -3, "s": 0, "": 0}
 _DURATION = re.compile(r"(\d+\.?\d*(?:e[+-]?\d+)?|\.\d+)\s*([nuµm]?s)?", re.IGNORECASE)
 _FORMS = (
     "constant:TIME, linear:base=TIME,per_token=TIME,per_seq=TIME[,per_context_token=TIME], "
-    "physical or no-cache, where TIME is like 20ms, 50us or 0.02 (seconds)"
+    "profile:FILE, physical or no-cache, where TIME is like 20ms, 50us or 0.02 (seconds)"
 )
 
 
@@ -112,8 +114,8 @@ def cost_model_from_flag(
 ) -> CostModel:
     """The cost model that a command line names.
 
-    ``constant:20ms``, ``linear:base=5ms,per_token=20us,per_seq=50us``, ``physical`` or
-    ``no-cache``; the keywords are used by the last two.
+    ``constant:20ms``, ``linear:base=5ms,per_token=20us,per_seq=50us``, ``profile:FILE``,
+    ``physical`` or ``no-cache``; the keywords are used by the last two.
 
     Raises
     ------
@@ -125,6 +127,8 @@ def cost_model_from_flag(
         return ConstantCost(_seconds(rest, flag))
     if kind == "linear" and colon:
         return LinearCost(**_linear_coefficients(rest, flag))
+    if kind == "profile" and rest:
+        return ProfileCost(Path(rest), shape.name)
     if kind in ("physical", "no-cache") and not colon:
         physical = PhysicalCost(
             shape, gpu, weight_dtype=weight_dtype, kv_dtype=kv_dtype, tp=tp, block_size=block_size
