@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from gpu_backend.kv_cache import quantise
 AIM = 0.75
 """Of the copy's bandwidth, at batches of 32 or more and contexts of 2,048 or more."""
 LLAMA_8B = Shape("Llama-3.1-8B", 0, 0, 32, 8, 128)
+_BEYOND_CACHES = 1 << 29
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -119,7 +121,13 @@ def check_attention(device: str, report: dict[str, Any]) -> bool:
                 if name == "varlen" and 0 in case.contexts:
                     continue  # it has no rows of padding
                 chosen = case._replace(block_size=256) if name == "varlen" else case
-                error = error_of(path, chosen, dtype, device)
+                try:
+                    error = error_of(path, chosen, dtype, device)
+                except Exception as failure:  # one path's refusal must not lose the rest
+                    print(f"{name}, {case.name}: {type(failure).__name__}: {failure}")
+                    report[f"{name}, {case.name}"] = str(failure)
+                    is_right &= name == "varlen"
+                    continue
                 ok = error <= bound
                 is_right &= ok
                 key = f"{name} {str(dtype).removeprefix('torch.')}, {case.name}"
@@ -149,13 +157,32 @@ def _copy_gb_per_s() -> float:
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source)) / 1e6
 
 
+def _attention_ms(shape: Shape, read: int) -> float:
+    """Of one call. Several are captured as one graph, or Python's launches would be what is measured; each
+    has KV of its own, and all of them together more than any cache holds."""
+    count = max(4, -(-_BEYOND_CACHES // read))
+    calls = [
+        Decode(shape, torch.bfloat16, "cuda").paged(choose("cuda", "triton")) for _ in range(count)
+    ]
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # compile and allocate outside of the capture
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return milliseconds(graph.replay) / count
+
+
 def bandwidths() -> Iterator[dict[str, Any]]:
     copy = _copy_gb_per_s()
     print(f"device-to-device copy: {copy:,.0f} GB/s (read and written)")
     for batch, context in ((1, 8192), (8, 2048), (32, 2048), (64, 2048), (32, 8192), (128, 2048)):
-        case = Decode(LLAMA_8B._replace(batch=batch, context=context), torch.bfloat16, "cuda")
-        ms = milliseconds(case.paged(choose("cuda", "triton")))
         read = 2 * batch * context * LLAMA_8B.kv_heads * LLAMA_8B.head_dim * 2
+        ms = _attention_ms(LLAMA_8B._replace(batch=batch, context=context), read)
         rate = read / ms / 1e6
         row = {"batch": batch, "context": context, "ms": ms, "gb_per_s": rate, "share": rate / copy}
         aimed = batch >= 32 and context >= 2048
@@ -174,10 +201,12 @@ def check_model(folder: Path, report: dict[str, Any]) -> bool:
     from gpu_backend.llm import LLM
     from gpu_backend.sampling import SamplingParams
 
-    config = ModelConfig.from_name("llama-3.1-8b")
+    # float32 and few layers: in bf16 another batch shape rounds otherwise, and random weights have ties.
+    config = replace(ModelConfig.from_name("llama-3.1-8b"), num_layers=4, windows=(None,) * 4)
     options: dict[str, Any] = {
         "weights_seed": 0,
         "device": "cuda",
+        "dtype": "fp32",
         "kv_bytes": 8 << 30,
         "max_num_seqs": 16,
         "max_model_len": 2048,
@@ -202,12 +231,12 @@ def check_model(folder: Path, report: dict[str, Any]) -> bool:
                 "--out",
                 str(folder / "step_profile.json"),
                 "--kv-gb",
-                "60",
+                "100",
                 "--max-model-len",
                 "32768",
             ),
             *("--batches", "1,2,4,8,16,32,64,128,256", "--contexts", "128,512,2048,8192"),
-            *("--chunks", "128,512,2048,8192", "--repeats", "10"),
+            *("--chunks", "128,512,2048,8192", "--max-num-seqs", "512", "--repeats", "10"),
         ]
     )
     return is_right and code == 0
@@ -228,11 +257,17 @@ def main() -> int:
         "model": {},
     }
     print(f"{report['device']}, torch {torch.__version__}")
+
+    def write() -> None:
+        (args.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+
     with torch.inference_mode():
         is_right = check_attention("cuda", report["attention"])
+        write()
         report["bandwidth"] = list(bandwidths())
+        write()
     is_right &= check_model(args.out, report["model"])
-    (args.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
+    write()
     print(f"written: {args.out}/gpu.json, {args.out}/step_profile.json")
     return 0 if is_right else 1
 

@@ -30,6 +30,8 @@ from scheduler.request import Request
 from scheduler.scheduler import RequestRefusedError, Scheduler
 from scheduler.sequence import Sequence
 
+_LOGPROB_ROWS = 256
+"""Prompt tokens at a time whose logits are there at once."""
 _MOST_STALLED_STEPS = 2
 """Steps in which nobody got on, one after another, until something is done about it."""
 
@@ -418,7 +420,7 @@ class Engine:
         ]
         forward = self.executor.run(plan, self._last_tokens, self._known_tokens, wanted)
         for position in wanted:
-            self._note_prompt(plan, position, forward.prompt_logits[position])
+            self._note_prompt(plan, position, forward.prompt_hidden[position])
 
         rows: list[int] = []
         owners: list[_Sampled] = []
@@ -439,10 +441,10 @@ class Engine:
             found = torch.log_softmax(self._rows(logits, list(beams.values())), dim=-1)
             log_probs = dict(zip(beams, found.unbind(), strict=True))
         if not rows:
+            self.executor.synchronize()  # or the next step would be charged with this one
             return [], log_probs
         output = self._sampler(self._rows(logits, rows), [entry.stream.state for entry in owners])
-        tokens = output.tokens()  # the step's one wait for the device
-        logprobs = output.logprob_dicts()
+        tokens, logprobs = output.fetch()  # the step's one wait for the device
         sampled = []
         for i, (entry, token) in enumerate(zip(owners, tokens, strict=True)):
             if token is None:
@@ -464,7 +466,7 @@ class Engine:
     def _known_tokens(self, sequence: Sequence) -> npt.NDArray[np.int64]:
         return self._live[sequence.request.id].streams[sequence].known
 
-    def _note_prompt(self, plan: StepPlan, position: int, logits: torch.Tensor) -> None:
+    def _note_prompt(self, plan: StepPlan, position: int, hidden: torch.Tensor) -> None:
         """Log-probabilities of prompt tokens have their place: what a preempted request computes again
         is set again."""
         live = self._live[plan.sequences[position].request.id]
@@ -472,11 +474,12 @@ class Engine:
         assert report is not None
         assert count is not None
         first = int(plan.computed_before[position]) + 1  # what the first row of logits predicts
-        following = live.result.prompt_ids[first : first + len(logits)]
-        if following:
-            ids = torch.tensor(following).to(logits.device)
-            found = gather_logprobs(logits[: len(following)], ids, count)
-            report[first : first + len(following)] = found.to_dicts([count] * len(following))
+        end = min(first + len(hidden), len(live.result.prompt_ids))
+        for start in range(first, end, _LOGPROB_ROWS):
+            following = live.result.prompt_ids[start : min(start + _LOGPROB_ROWS, end)]
+            logits = self.executor.model.logits(hidden[start - first :][: len(following)])
+            found = gather_logprobs(logits, torch.tensor(following).to(logits.device), count)
+            report[start : start + len(following)] = found.to_dicts([count] * len(following))
 
     def _take_in(self, sequence: Sequence, entry: _Sampled) -> tuple[bool, str]:
         """An output's next token; whether it ends the output, and the text that can be shown."""

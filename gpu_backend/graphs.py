@@ -27,7 +27,7 @@ def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
+    hidden: torch.Tensor
 
 
 class DecodeGraphs:
@@ -39,8 +39,6 @@ class DecodeGraphs:
         Sequences of the largest graph.
     max_model_len
         Tokens of the longest context.
-    attend
-        Makes the ``Attend`` of a step's inputs.
     """
 
     def __init__(
@@ -70,7 +68,8 @@ class DecodeGraphs:
         return len(batch.context_lens) <= self._sizes[-1] and bool(self._captured)
 
     def capture(self) -> None:
-        """Capture every size, the largest first, so that the others live in its memory."""
+        """Capture every size, the largest first, so that the others find their memory there. (Only the
+        hidden states stay; logits of every size would take gigabytes.)"""
         pool = None
         for size in reversed(self._sizes):
             step = self._attend(size)
@@ -81,13 +80,13 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = self._forward(size, step)
+                hidden = self._forward(size, step)
             pool = pool or graph.pool()
-            self._captured[size] = _Captured(graph, logits)
+            self._captured[size] = _Captured(graph, hidden)
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """float32 ``[S, vocab]`` of a step in which each of S sequences has one token; good until the
-        next step. Does not wait for the device."""
+        """Hidden states ``[S, hidden]`` of a step in which each of S sequences has one token; good until
+        the next step. Does not wait for the device."""
         count = len(batch.context_lens)
         size = next(size for size in self._sizes if size >= count)
         rows = np.zeros((4, size), np.int64)  # what is left over: no context, slot 0 of block 0
@@ -104,7 +103,7 @@ class DecodeGraphs:
         self._block_tables[:count, : tables.shape[1]].copy_(tables)
         captured = self._captured[size]
         captured.graph.replay()
-        return captured.logits[:count]
+        return captured.hidden[:count]
 
     def _stage(self, host: torch.Tensor) -> torch.Tensor:
         return host.pin_memory().to(self._cache.device, non_blocking=True)
@@ -123,5 +122,5 @@ class DecodeGraphs:
         return PagedLayers(self._model.config, self._cache, self._attention, inputs)
 
     def _forward(self, size: int, attend: Attend) -> torch.Tensor:
-        hidden = self._model(self._token_ids[:size], self._positions[:size], attend)
-        return self._model.logits(hidden)
+        hidden: torch.Tensor = self._model(self._token_ids[:size], self._positions[:size], attend)
+        return hidden

@@ -102,6 +102,8 @@ def build(
         raise ValueError(f"device {options.device!r} is neither cpu nor cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda': torch finds no GPU here")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if options.dtype not in DTYPES:
         raise ValueError(f"dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
     dtype = DTYPES[options.dtype]
@@ -151,7 +153,6 @@ def build(
         state = SamplerState(SamplingParams(top_p=0.9), (), seed=0, eos_ids=())
         Sampler()(logits, [state] * len(logits)).tokens()
 
-    whole_blocks = -(-max_model_len // options.block_size)
     kv = budget(
         model.config,
         device,
@@ -159,7 +160,6 @@ def build(
         dtype=dtype,
         kv_dtype=options.kv_cache_dtype,
         weight_bytes=model.num_bytes,
-        most_tokens=config.max_num_seqs * whole_blocks * options.block_size,
         num_blocks=options.num_blocks,
         kv_bytes=options.kv_bytes,
         utilization=options.memory_utilization,
@@ -174,7 +174,8 @@ def build(
         )
     cache = cache_of(kv.num_blocks, num_host_blocks)
     graphs = None
-    if device.type == "cuda" and options.cuda_graphs:
+    # torch's own path keeps a tensor of the step that a graph would not renew.
+    if device.type == "cuda" and options.cuda_graphs and options.attention != "varlen":
         graphs = DecodeGraphs(
             model,
             cache,
@@ -188,7 +189,8 @@ def build(
         kv.num_blocks,
         options.block_size,
         enable_prefix_caching=options.enable_prefix_caching,
-        watermark_blocks=int(options.watermark * kv.num_blocks),
+        # Of the blocks as vLLM counts them, its null block included.
+        watermark_blocks=int(options.watermark * (kv.num_blocks + 1)),
         num_swap_blocks=num_host_blocks,
     )
     engine = Engine(

@@ -46,7 +46,6 @@ def budget(
     dtype: torch.dtype,
     kv_dtype: KVDtype,
     weight_bytes: int,
-    most_tokens: int,
     num_blocks: int | None = None,
     kv_bytes: int | None = None,
     utilization: float | None = None,
@@ -56,8 +55,6 @@ def budget(
 
     Parameters
     ----------
-    most_tokens
-        Tokens that could be in use at once (all sequences at their longest): more are never needed.
     activation_peak
         Measures the bytes of a largest step; called where the blocks are not given.
 
@@ -85,13 +82,10 @@ def budget(
         raise ValueError(
             f"no KV block fits: {a_block}, {kv_bytes / GIB:.2f} GiB are there ({'; '.join(lines)})"
         )
-    useful = -(-most_tokens // block_size)
     lines.append(
         f"{kv_bytes / GIB:.2f} GiB for KV: {found:,} blocks, {found * block_size:,} tokens"
     )
-    if found > useful:
-        lines.append(f"{useful:,} of them are taken: more could never be in use at once")
-    return KVBudget(min(found, useful), lines)
+    return KVBudget(found, lines)
 
 
 def _left_over(
@@ -105,6 +99,7 @@ def _left_over(
     assumed = " (assumed)" if is_assumed else ""
     measured = _line("activations of a largest step, measured", peak)
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured is counted once
         free, total = torch.cuda.mem_get_info(device)
         used = total - free
         lines = [

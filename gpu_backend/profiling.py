@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +36,10 @@ class SkippingExecutor(Executor):
         plan: StepPlan,
         last_tokens: IntArray,
         known_tokens: KnownTokens,
-        prompt_logits_of: Collection[int] = (),
+        prompts: Collection[int] = (),
     ) -> Forward:
         if not self.is_skipping:
-            return super().run(plan, last_tokens, known_tokens, prompt_logits_of)
+            return super().run(plan, last_tokens, known_tokens, prompts)
         shape = (int(plan.samples.sum()), self.model.config.vocab_size)
         return Forward(torch.zeros(shape, device=self.cache.device), {})
 
@@ -75,7 +76,9 @@ class Profiler:
             return None
         finally:
             self._clear()
-        return _summary(steps) if steps else None
+        summary = _summary(steps)
+        as_asked = (point.decodes, point.prefill) == (summary.decodes, summary.prefill_tokens)
+        return summary if as_asked else None
 
     def _fits(self, point: Point) -> bool:
         config, blocks = self._engine.scheduler.config, self._engine.scheduler.blocks
@@ -91,14 +94,23 @@ class Profiler:
         )
 
     def _fill(self, point: Point) -> None:
-        """Bring the decoding sequences to their context."""
-        self._executor.is_skipping = True
+        """Bring the decoding sequences to their context, all in one step: nothing is computed, so that
+        no budget need hold for it."""
+        if not point.decodes:
+            return
         for _ in range(point.decodes):
             self._add(point.context - 1)
         scheduler = self._engine.scheduler
-        while scheduler.waiting or any(s.num_output_tokens == 0 for s in scheduler.running):
+        config = scheduler.config
+        tokens = max(point.decodes * point.context, config.max_num_batched_tokens)
+        scheduler.config = replace(
+            config, max_num_batched_tokens=tokens, long_prefill_token_threshold=0
+        )
+        self._executor.is_skipping = True
+        try:
             self._engine.step()
-        self._executor.is_skipping = False
+        finally:
+            scheduler.config, self._executor.is_skipping = config, False
 
     def _add(self, prompt_tokens: int) -> str:
         self._num_requests += 1

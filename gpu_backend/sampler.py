@@ -87,6 +87,20 @@ class SamplerOutput(NamedTuple):
         """Waits for the device; ``None`` for a row that failed."""
         return [None if token == NO_TOKEN else token for token in self.token_ids.tolist()]
 
+    def fetch(self) -> tuple[list[int | None], dict[int, dict[int, Logprob]]]:
+        """``tokens`` and ``logprob_dicts``, with one wait for the device for both."""
+        if self.logprobs is None:
+            return self.tokens(), {}
+        # float64 holds ids, ranks and float32 exactly, so that one copy brings all of them over.
+        parts = [self.token_ids, *self.logprobs]
+        flat = torch.cat([part.double().flatten() for part in parts]).cpu()
+        pieces = torch.split(flat, [part.numel() for part in parts])
+        token_ids, ids, logprobs, ranks = (
+            piece.view(part.shape).to(part.dtype) for piece, part in zip(pieces, parts, strict=True)
+        )
+        there = self._replace(token_ids=token_ids, logprobs=LogprobTensors(ids, logprobs, ranks))
+        return there.tokens(), there.logprob_dicts()
+
     def logprob_dicts(self) -> dict[int, dict[int, Logprob]]:
         """Reports by row, of the rows that asked (also of rows that failed)."""
         if self.logprobs is None:

@@ -174,3 +174,15 @@ def test_equal_hash_ids_are_equal_prompts() -> None:
     assert (first[:8] == second[:8]).all()
     assert (first[8:16] != second[8:16]).any()
     assert (make(request("a", [5, 6]), 0) == first).all()
+
+
+def test_a_large_batch_is_filled_in_one_step(tiny: list[str], tmp_path: Path) -> None:
+    """Not in budget-sized ones, in which the first sequences would decode on and on."""
+    path = tmp_path / "profile.json"
+    flags = [*tiny, "--num-gpu-blocks", 700, "--max-num-batched-tokens", 32]
+    done = ran("profile", "--out", path, "--batches", 16, "--contexts", 128, "--chunks", 8,
+               "--repeats", 3, *flags)  # fmt: skip
+    assert done.code == 0, done.err
+    steps = [s for s in StepProfile.read(path).steps if not s.prefills]
+    assert [(s.decodes, s.repeats) for s in steps] == [(16, 3)]
+    assert abs(steps[0].decode_context_tokens / 16 - 128) <= 5

@@ -25,6 +25,7 @@ from gpu_backend.outputs import RequestOutput
 from gpu_backend.sampler import Sampler
 from gpu_backend.sampling import SamplingParams
 from scheduler.plan import StepPlan
+from simulator.settings import Options, resolve
 from tests.engine.helpers import (
     EOS,
     VOCAB,
@@ -750,7 +751,6 @@ def blocks_of(**given: Any) -> memory.KVBudget:
             "dtype": torch.float32,
             "kv_dtype": "auto",
             "weight_bytes": 3 * 2**30,
-            "most_tokens": 2**40,
             **given,
         },
     )
@@ -792,11 +792,14 @@ def test_blocks_in_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks_of(utilization=0.1, activation_peak=lambda: 2**30)
 
 
-def test_no_more_blocks_than_could_be_in_use() -> None:
-    """Eight sequences of 30 tokens in blocks of 16 take two blocks each, not 240 / 16."""
-    llm = small_llm(num_blocks=None, kv_bytes=2**30, block_size=16, max_model_len=30)
-    assert llm.engine.scheduler.blocks.num_blocks == 16
-    assert llm.built.lines[-2] == "16 of them are taken: more could never be in use at once"
+def test_blocks_and_watermark_are_those_of_the_simulator() -> None:
+    """As many as fit, however few could be in use at once (the others keep prefixes); the watermark is
+    a share of what vLLM counts, its null block included."""
+    llm = small_llm(num_blocks=None, kv_bytes=2**20, block_size=16, max_model_len=30)
+    each = 2**20 // llm.engine.executor.cache.bytes_per_block
+    assert llm.engine.scheduler.blocks.num_blocks == each > 16
+    held = small_llm(num_blocks=199, watermark=0.01).engine.scheduler.blocks.watermark_blocks
+    assert held == resolve(Options(num_gpu_blocks=200, watermark=0.01)).watermark_blocks == 2
 
 
 def test_the_activation_peak_is_measured() -> None:
