@@ -16,6 +16,7 @@ from commandline import Parser, UsageError, user_input
 if TYPE_CHECKING:
     from gpu_backend.llm import Built, EngineOptions
 
+_GENERATE_KV_BYTES = 1 << 30
 _INSTALL = "python -m pip install 'kvplan[gpu]'"
 
 
@@ -78,6 +79,8 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
     from gpu_backend.llm import LLM
     from gpu_backend.sampling import SamplingParams
 
@@ -88,6 +91,9 @@ def _generate(args: argparse.Namespace) -> int:
     with user_input():
         params = SamplingParams(**{name: getattr(args, name) for name in names})
         options = _options(args)
+        if not any((options.kv_bytes, options.num_blocks, options.memory_utilization)):
+            # A few prompts need no half of the machine's memory, nor a largest step measured.
+            options = replace(options, kv_bytes=_GENERATE_KV_BYTES)
         llm = LLM(**{name: getattr(options, name) for name in options.__slots__})
         prompts: list[Any] = args.prompts
         if args.chat:
@@ -180,7 +186,7 @@ def _replay(args: argparse.Namespace) -> int:
     from gpu_backend.replay import replay
     from records.run import check_writable, to_json
     from records.slo import NO_LIMITS, parse_limits
-    from traces import TraceError, stream_trace
+    from traces import TraceError, find_trace, stream_trace
 
     with user_input():
         limits = parse_limits(args.slo) if args.slo else NO_LIMITS
@@ -188,7 +194,8 @@ def _replay(args: argparse.Namespace) -> int:
             raise ValueError("--no-steps has no effect without --out")
         if args.out is not None:
             check_writable(args.out)  # before the work, not after it
-        trace = stream_trace(args.trace, args.format, args.strict)
+        path, origin = find_trace(args.trace)
+        trace = stream_trace(path, args.format, args.strict)
         options = _options(args)
         built = build(options, tell_tokens=False)
     _say(args, built)
@@ -214,7 +221,11 @@ def _replay(args: argparse.Namespace) -> int:
         print(to_json({"settings": settings, "summary": summary}), end="")
     else:
         print(_table(done.record.summary))
-        print(f"replayed in {done.seconds:.1f} s")
+        print(
+            f"replayed in {done.seconds:.1f} s ({args.pace} pace), greedy, with the trace's output lengths"
+        )
+        if origin:
+            print(origin)
         if args.out is not None:
             print(f"Written: {args.out}")
     statistics = done.record.summary["goodput"]["slo"]["statistics"]
@@ -305,6 +316,8 @@ def _profile(args: argparse.Namespace) -> int:
     from records.profile import StepProfile
 
     with user_input():
+        if not args.out.parent.is_dir() or args.out.is_dir():  # before the work, not after it
+            raise ValueError(f"--out {args.out}: is a folder, or in one that is not there")
         options = _options(args)
         built = build(options, tell_tokens=False, executor_type=SkippingExecutor)
     _say(args, built)
@@ -323,6 +336,10 @@ def _profile(args: argparse.Namespace) -> int:
             )
 
     steps = profile(built.engine, points, args.repeats, show)
+    if not steps:
+        raise UsageError(
+            "no kind of step fits: blocks, slots, token budget or context are too small"
+        )
     settings = {
         "model": built.model.config.name,
         "random_weights_seed": options.weights_seed,
@@ -422,7 +439,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="of random prompts, weights and samples (0)",
     )
     add = parser.add_argument_group(
-        "KV memory (one of the first two; else what is left)"
+        "KV memory (at most one of the first three; else what is left, for generate 1 GiB)"
     ).add_argument
     add(
         "--kv-gb",

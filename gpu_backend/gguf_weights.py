@@ -48,7 +48,9 @@ class GGUFFile:
         except OSError as error:
             raise ModelConfigError(f"{path}: cannot read it ({error.strerror})") from None
         except (ValueError, IndexError) as error:
-            raise ModelConfigError(f"{path}: not a GGUF file ({error})") from None
+            raise ModelConfigError(
+                f"{path}: no GGUF file, or damaged or cut short ({error})"
+            ) from None
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def get(self, key: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Generator, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal, cast
 
 import torch
@@ -12,7 +15,7 @@ import torch
 from blockmanager.manager import BlockManager
 from gpu_backend.attention.select import choose
 from gpu_backend.config import ModelConfig
-from gpu_backend.engine import Engine, Progress
+from gpu_backend.engine import Engine, Progress, RequestError
 from gpu_backend.executor import Executor
 from gpu_backend.graphs import DecodeGraphs
 from gpu_backend.kv_cache import KVCache, KVDtype
@@ -22,13 +25,15 @@ from gpu_backend.outputs import Piece, RequestOutput
 from gpu_backend.sampler import Sampler, SamplerState
 from gpu_backend.sampling import SamplingParams
 from gpu_backend.tokenizer import Message, Tokenizer, load_tokenizer
-from gpu_backend.weights import find_model, load_model
+from gpu_backend.weights import SMOLLM2, find_model, load_model
 from scheduler.config import SchedulerConfig
 from scheduler.policies import load_policy
 from scheduler.scheduler import Scheduler
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MAX_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
+
+_WARM_UP_TOKENS = 16
 
 Prompt = str | Seq[int]
 """Text, or token ids."""
@@ -110,6 +115,8 @@ def build(
     attention = choose(device, options.attention)
     policy = load_policy(options.scheduling_policy)
     model = load_model(options.model, dtype=dtype, device=device, seed=options.weights_seed)
+    if options.model == SMOLLM2:  # as the catalogue calls it, not as its file does
+        model.config = replace(model.config, name="smollm2-135m")
     tokenizer = None
     if not isinstance(options.model, ModelConfig):
         tokenizer = load_tokenizer(find_model(options.model))
@@ -184,7 +191,8 @@ def build(
             max_model_len=max_model_len,
         )
     executor = executor_type(model, cache, attention, graphs)
-    executor.warm_up(min(config.max_num_batched_tokens, max_model_len), 1)
+    # A GPU's allocator should have seen the largest step; a CPU's kernels are only to be compiled.
+    executor.warm_up(config.max_num_batched_tokens if device.type == "cuda" else _WARM_UP_TOKENS, 1)
     blocks = BlockManager(
         kv.num_blocks,
         options.block_size,
@@ -217,8 +225,16 @@ def _check(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value < least:
             raise ValueError(f"{name} is {value}, must be at least {least}")
+    given = ("num_blocks", "kv_bytes", "memory_utilization")
+    if sum(getattr(options, name) is not None for name in given) > 1:
+        raise ValueError(f"{', '.join(given)}: at most one of them can be given")
     if not 0 <= options.watermark < 1:
         raise ValueError(f"watermark is {options.watermark}, must be at least 0 and below 1")
+
+
+def _without_id(error: ValueError) -> str:
+    """What is wrong with a request, without the engine's number of it."""
+    return re.sub(r"^request \S+: ", "", str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +255,8 @@ class LLM:
     def __init__(self, model: str | ModelConfig = "smollm2", **options: object) -> None:
         self.built = build(EngineOptions(model=model, **options))  # type: ignore[arg-type]
         self.engine = self.built.engine
+        self._lock = threading.RLock()
+        """One call at a time touches the engine; between its steps others may."""
         self._mail: dict[str, _Mail] = {}
         """Of each request under way: several calls of ``stream`` may take turns."""
 
@@ -269,9 +287,10 @@ class LLM:
                     numbers[self._add(prompt, chosen, mail)] = number
                 except ValueError as error:
                     ids = list(prompt) if isinstance(prompt, list | tuple) else []
-                    results[number] = RequestOutput(str(number), ids, [], error=str(error))
+                    reason = f"prompt {number}: {_without_id(error)}"
+                    results[number] = RequestOutput(str(number), ids, [], error=reason)
             while len(results) < len(requests):
-                self._deliver(self.engine.step().progress)
+                self._step(mail)
                 results |= {numbers[result.request_id]: result for result in mail.finished}
                 mail.finished.clear()
                 mail.pieces.clear()
@@ -294,10 +313,13 @@ class LLM:
         mail = _Mail()
         try:
             for number, (prompt, chosen) in enumerate(requests):
-                numbers[self._add(prompt, chosen, mail)] = str(number)
+                try:
+                    numbers[self._add(prompt, chosen, mail)] = str(number)
+                except RequestError as error:
+                    raise RequestError(f"prompt {number}: {_without_id(error)}") from None
             while mail.pieces or len(mail.finished) < len(requests):
                 if not mail.pieces:
-                    self._deliver(self.engine.step().progress)
+                    self._step(mail)
                 pieces = mail.pieces.copy()
                 mail.pieces.clear()
                 for piece in pieces:
@@ -311,9 +333,16 @@ class LLM:
 
     def _add(self, prompt: Prompt, params: SamplingParams, mail: _Mail) -> str:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        request_id = self.engine.add(ids, params)
-        self._mail[request_id] = mail
+        with self._lock:
+            request_id = self.engine.add(ids, params)
+            self._mail[request_id] = mail
         return request_id
+
+    def _step(self, mail: _Mail) -> None:
+        """A step, unless somebody else's has brought something while this call waited."""
+        with self._lock:
+            if not mail.pieces and not mail.finished:
+                self._deliver(self.engine.step().progress)
 
     def _deliver(self, progress: Progress) -> None:
         for piece in progress.pieces:
@@ -325,14 +354,15 @@ class LLM:
 
     def _withdraw(self, request_ids: Iterable[str]) -> None:
         """The call is over: whatever it has not waited for may not run on."""
-        for request_id in request_ids:
-            del self._mail[request_id]
-            self._deliver(self.engine.abort(request_id))
+        with self._lock:
+            for request_id in request_ids:
+                del self._mail[request_id]
+                self._deliver(self.engine.abort(request_id))
 
     def _requests(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams]]:
-        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
         each = cast("Seq[Prompt]", [prompts] if is_one else prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(each)

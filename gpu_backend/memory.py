@@ -66,7 +66,7 @@ def budget(
         f"({each // block_size:,} a token, {config.num_layers} layers, KV in "
         f"{dtype_name(dtype) if kv_dtype == 'auto' else kv_dtype})"
     )
-    lines = [_line("weights", weight_bytes), a_block]
+    lines = [_line("of weights, loaded already (packed copies among them)", weight_bytes), a_block]
     if num_blocks is not None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, must be at least 1")
@@ -80,7 +80,8 @@ def budget(
     found = kv_bytes // each
     if found < 1:
         raise ValueError(
-            f"no KV block fits: {a_block}, {kv_bytes / GIB:.2f} GiB are there ({'; '.join(lines)})"
+            f"no KV block fits: {a_block}, {kv_bytes / GIB:.2f} GiB are there "
+            f"({'; '.join(line for line in lines if line != a_block)})"
         )
     lines.append(
         f"{kv_bytes / GIB:.2f} GiB for KV: {found:,} blocks, {found * block_size:,} tokens"

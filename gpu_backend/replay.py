@@ -96,7 +96,7 @@ def replay(
         arrivals = _first(trace, most_requests)
     driver.run(iter(arrivals), on_progress)
     seconds = time.perf_counter() - start
-    settings = run_settings(built, options, trace, pace)
+    settings = run_settings(built, options, trace, pace, most_requests)
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     evictions = built.engine.scheduler.blocks.pool.num_evictions
     summary = summarize(requests, steps, recorder.gaps, settings, limits, evictions=evictions)
@@ -195,9 +195,14 @@ class _Driver:
 
 
 def run_settings(
-    built: Built, options: EngineOptions, trace: Trace | TraceStream, pace: Pace
+    built: Built,
+    options: EngineOptions,
+    trace: Trace | TraceStream,
+    pace: Pace,
+    most_requests: int | None = None,
 ) -> dict[str, Any]:
-    """run.json of a replay."""
+    """run.json of a replay; its names are those of a simulation where both have the setting."""
+    blocks = built.engine.scheduler.blocks
     model, config = built.model.config, built.config
     block_bytes = bytes_per_block(
         model, options.block_size, built.model.dtype, options.kv_cache_dtype
@@ -205,14 +210,18 @@ def run_settings(
     return {
         "model": model.name,
         "device": device_name(built.model.device),
-        "dtype": options.dtype,
-        "kv_cache_dtype": options.kv_cache_dtype,
+        "weight_dtype": options.dtype,
+        "kv_cache_dtype": options.dtype
+        if options.kv_cache_dtype == "auto"
+        else options.kv_cache_dtype,
+        "sampling": "greedy, output lengths forced",
         "attention": built.attention,
         "cuda_graphs": built.engine.executor.graphs is not None,
         "random_weights_seed": options.weights_seed,
-        "trace": trace.path.name,
+        "trace": trace.path.name + ("" if most_requests is None else f", first {most_requests}"),
         "trace_format": trace.format,
-        "trace_sha256": trace.sha256,
+        # Of a part of the file there is no hash: it is another trace than the whole.
+        "trace_sha256": trace.sha256 if most_requests is None else None,
         "trace_rows": trace.num_rows,
         "trace_rows_skipped": [
             {"reason": s.reason, "rows": s.count, "lines": s.lines[:20]} for s in trace.skipped
@@ -221,10 +230,14 @@ def run_settings(
         "pace": pace,
         "num_replicas": 1,
         "num_blocks": built.kv.num_blocks,
+        "num_gpu_blocks": built.kv.num_blocks + 1,
+        "num_swap_blocks": host.num_blocks if (host := blocks.host_pool) else 0,
+        "watermark_blocks": blocks.watermark_blocks,
+        "kv_bytes": built.kv.num_blocks * block_bytes,
         "block_size": options.block_size,
         "bytes_per_token": block_bytes // options.block_size,
         "bytes_per_block": block_bytes,
-        "weight_bytes": built.model.num_bytes,
+        "weight_bytes_per_gpu": built.model.num_bytes,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,

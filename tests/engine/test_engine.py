@@ -586,7 +586,7 @@ def test_generate_keeps_the_order_and_the_others(llm: LLM) -> None:
     assert errors[0] is None
     assert errors[1] is not None
     assert errors[1].endswith(f": {_TOKEN}")
-    assert errors[2] == "a model of random weights has no tokenizer, expected token ids"
+    assert errors[2] == "prompt 2: a model of random weights has no tokenizer, expected token ids"
     assert errors[4] is not None
     assert "the pool has 60" in errors[4]
     assert all("\n" not in str(error) for error in errors)
