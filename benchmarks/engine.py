@@ -38,12 +38,11 @@ class Worker:
         )
         self._answer()
 
-    def tokens_per_s(self, batch: int, context: int) -> float:
-        steps = STEPS[batch]
+    def ask(self, **task: int) -> float:
+        """Seconds that a task took (``engine_worker`` says which there are)."""
         assert self._process.stdin is not None
-        task = {"batch": batch, "context": context, "steps": steps}
         print(json.dumps(task), file=self._process.stdin, flush=True)
-        return batch * steps / float(self._answer()["seconds"])
+        return float(self._answer()["seconds"])
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -65,12 +64,15 @@ def rows(threads: int, pairs: int) -> Iterator[dict[str, Any]]:
     try:
         for context in (100, 1000):
             for batch in STEPS:
-                for worker in workers:  # once without counting
-                    worker.tokens_per_s(batch, context)
+                for worker in workers:
+                    worker.ask(batch=batch, context=context)
                 rates: dict[str, list[float]] = {name: [] for name in names}
+                steps = STEPS[batch]
                 for _ in range(pairs):
                     for worker in workers:
-                        rates[worker.name].append(worker.tokens_per_s(batch, context))
+                        rates[worker.name].append(batch * steps / worker.ask(steps=steps))
+                for worker in workers:
+                    worker.ask()
                 yield {
                     "threads": threads,
                     "batch": batch,

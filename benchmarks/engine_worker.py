@@ -1,8 +1,8 @@
 """One engine in a process of its own, told over standard input what to measure.
 
-Started by ``benchmarks.engine``. Reads lines of JSON ``{"batch", "context", "steps"}``, writes lines
-``{"seconds"}``: so many decode steps of so many sequences, from the scheduler to the sampled ids on the
-host, with contexts whose middle is ``context``.
+Started by ``benchmarks.engine``. Reads lines of JSON, each answered by one: ``{"batch", "context"}`` fills
+that many sequences up to that context, ``{"steps"}`` times so many of their decode steps, from the
+scheduler to the sampled ids on the host (``{"seconds"}``), ``{}`` ends them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,15 @@ SMOLLM2: dict[str, Any] = {
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 32
 WARM_UP_STEPS = 4
-Measure = Callable[[int, int, int], float]
+MOST_STEPS = 512
+
+
+class Worked(NamedTuple):
+    """An engine as three calls."""
+
+    fill: Callable[[int, int], None]
+    step: Callable[[], object]
+    clear: Callable[[], None]
 
 
 def prompts(batch: int, length: int) -> list[list[int]]:
@@ -48,7 +56,7 @@ def prompts(batch: int, length: int) -> list[list[int]]:
     return [rng.integers(3, 49000, length).tolist() for _ in range(batch)]
 
 
-def ours() -> Measure:
+def ours() -> Worked:
     import torch
 
     from gpu_backend.config import ModelConfig
@@ -70,25 +78,24 @@ def ours() -> Measure:
     engine = built.engine
     params = SamplingParams(temperature=0, ignore_eos=True)
 
-    def measure(batch: int, context: int, steps: int) -> float:
-        length = max(context - steps // 2, 1)
-        ids = [engine.add(prompt, params) for prompt in prompts(batch, length)]
+    ids: list[str] = []
+
+    def fill(batch: int, context: int) -> None:
+        ids.extend(engine.add(prompt, params) for prompt in prompts(batch, context))
         running = engine.scheduler.running
         while engine.scheduler.waiting or any(s.num_output_tokens < WARM_UP_STEPS for s in running):
             engine.step()
             running = engine.scheduler.running
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        seconds = time.perf_counter() - start
+
+    def clear() -> None:
         for request_id in ids:
             engine.abort(request_id)
-        return seconds
+        ids.clear()
 
-    return measure
+    return Worked(fill, engine.step, clear)
 
 
-def vllm(folder: str, async_scheduling: bool) -> Measure:
+def vllm(folder: str, async_scheduling: bool) -> Worked:
     threads = int(os.environ["OMP_NUM_THREADS"])
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -111,31 +118,28 @@ def vllm(folder: str, async_scheduling: bool) -> Measure:
         disable_log_stats=True,
     ).llm_engine
     count = 0
+    generated: dict[str, int] = {}
 
-    def measure(batch: int, context: int, steps: int) -> float:
+    def fill(batch: int, context: int) -> None:
         nonlocal count
-        length = max(context - steps // 2, 1)
         params = SamplingParams(
-            temperature=0, ignore_eos=True, max_tokens=steps + 64, detokenize=False
+            temperature=0, ignore_eos=True, max_tokens=MOST_STEPS, detokenize=False
         )
-        generated: dict[str, int] = {}
-        for prompt in prompts(batch, length):
+        for prompt in prompts(batch, context):
             count += 1
             generated[str(count)] = 0
             engine.add_request(str(count), {"prompt_token_ids": prompt}, params)
         while min(generated.values()) < WARM_UP_STEPS:
             for output in engine.step():
                 generated[output.request_id] = len(output.outputs[0].token_ids)
-        start = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        seconds = time.perf_counter() - start
+
+    def clear() -> None:
         engine.abort_request(list(generated))
+        generated.clear()
         while engine.has_unfinished_requests():
             engine.step()
-        return seconds
 
-    return measure
+    return Worked(fill, engine.step, clear)
 
 
 def main() -> None:
@@ -144,14 +148,19 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with tempfile.TemporaryDirectory() as folder:
         name = sys.argv[1]
-        measure = (
-            ours() if name == "kvplan" else vllm(folder, async_scheduling=name.endswith("async"))
-        )
+        engine = ours() if name == "kvplan" else vllm(folder, name.endswith("async"))
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:
             task = json.loads(line)
-            seconds = measure(task["batch"], task["context"], task["steps"])
-            print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+            start = time.perf_counter()
+            if "batch" in task:
+                engine.fill(task["batch"], task["context"])
+            elif "steps" in task:
+                for _ in range(task["steps"]):
+                    engine.step()
+            else:
+                engine.clear()
+            print(json.dumps({"seconds": time.perf_counter() - start}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ disk (``compiled``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class FusedDecode:
         self._norms_after = [*following, _weight(model.norm)]
 
     @staticmethod
-    def takes(attend: object) -> bool:
+    def takes(attend: object) -> TypeGuard[PagedLayers]:
         """Whether it serves a step: one that decodes only, over a pool that is not quantised."""
         return (
             isinstance(attend, PagedLayers)
