@@ -306,10 +306,10 @@ def test_a_gguf_file_it_cannot_compute_is_refused(
 def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"something else entirely, but long enough to be a header")
-    with pytest.raises(ModelConfigError, match=r"m\.gguf: not a GGUF file"):
+    with pytest.raises(ModelConfigError, match=r"m\.gguf: no GGUF file, or damaged"):
         load_model(path, dtype=torch.float32)
     path.write_bytes(b"")
-    with pytest.raises(ModelConfigError, match=r"m\.gguf: not a GGUF file"):
+    with pytest.raises(ModelConfigError, match=r"m\.gguf: no GGUF file, or damaged"):
         load_model(path, dtype=torch.float32)
 
 
