@@ -302,7 +302,6 @@ def read_trace(
         if not rows:
             raise checks.nothing_left()
         num_rows = len(rows) + checks.num_skipped
-        late = _late_rows(rows)
         rows.sort(key=lambda row: row.arrival_ns)  # stable: ties keep the order of the file
         notes = _Notes(opened.format, rows[0].arrival_ns)
         for row in rows:
@@ -315,19 +314,12 @@ def read_trace(
             num_rows=num_rows,
             arrivals=[_arrival(row, notes.start_ns, prefix) for row in rows],
             skipped=list(checks.skipped.values()),
-            notes=notes.sentences(late, checks.unknown),
+            notes=notes.sentences(checks.late, checks.unknown),
         )
 
 
 def _sha256(source: BinaryIO) -> str:
     return hashlib.file_digest(source, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def _late_rows(rows: list[Row]) -> list[int]:
-    """Lines of the rows that stand below later ones."""
-    times = np.array([row.arrival_ns for row in rows], np.int64)
-    late = np.flatnonzero(times < np.maximum.accumulate(times))
-    return [rows[index].line for index in late.tolist()]
 
 
 class _Checks(ABC):
@@ -354,7 +346,7 @@ class _Checks(ABC):
         if row.arrival_ns < self._latest_ns:
             if self.strict:
                 raise TraceError(f"line {row.line}: arrives before a row above it")
-            self.out_of_order()
+            self.out_of_order(row.line)
         self._latest_ns = max(self._latest_ns, row.arrival_ns)
         if row.unknown_keys:
             if self.strict:
@@ -368,7 +360,7 @@ class _Checks(ABC):
         """What rows before this one have against it."""
 
     @abstractmethod
-    def out_of_order(self) -> None:
+    def out_of_order(self, line: int) -> None:
         """A row arrives before one above it."""
 
     @property
@@ -384,6 +376,8 @@ class _WholeChecks(_Checks):
     def __init__(self, strict: bool) -> None:
         super().__init__(strict)
         self._line_of_id: dict[str, int] = {}
+        self.late: list[int] = []
+        """Lines of the rows that stand below later ones."""
 
     def objection(self, row: Row) -> BadRow | None:
         if row.id is None:
@@ -393,8 +387,8 @@ class _WholeChecks(_Checks):
             return None
         return BadRow(row.line, "duplicate id", f"{row.id!r} is at line {first} already")
 
-    def out_of_order(self) -> None:
-        """They will be sorted."""
+    def out_of_order(self, line: int) -> None:
+        self.late.append(line)
 
     def id_prefix(self) -> str:
         """What no given id begins with."""
@@ -422,7 +416,7 @@ class _StreamChecks(_Checks):
             self._seen.add(mark)
         return None
 
-    def out_of_order(self) -> None:
+    def out_of_order(self, line: int) -> None:
         raise NotStreamableError("rows are not in order of arrival")
 
 

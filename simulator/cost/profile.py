@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class _Line(NamedTuple):
-    """Measured values at ascending places; linear in between."""
+    """Measured values at ascending places (one, or a row of them, at each); linear in between."""
 
     places: FloatArray
     values: FloatArray
@@ -35,7 +35,7 @@ class _Line(NamedTuple):
         beyond the last the line through the last two."""
         places, values = self.places, self.values
         if len(places) == 1:
-            return np.full(x.shape, values[0])
+            return np.broadcast_to(values[0], np.broadcast_shapes(x.shape, values.shape[1:]))
         left = np.clip(np.searchsorted(places, x, side="right") - 1, 0, len(places) - 2)
         share = (np.maximum(x, places[0]) - places[left]) / (places[left + 1] - places[left])
         found: FloatArray = values[left] + share * (values[left + 1] - values[left])
@@ -60,16 +60,8 @@ class _Surface:
         ]
 
     def at(self, first: float, second: FloatArray) -> FloatArray:
-        values = np.array([line.at(second) for line in self._lines])  # [places, n]
-        if len(self._places) == 1:
-            only: FloatArray = values[0]
-            return only
-        return np.array(
-            [
-                _Line(np.array(self._places, np.float64), column).at(np.array([first]))[0]
-                for column in values.T
-            ]
-        )
+        rows = np.array([line.at(second) for line in self._lines])  # [places, n]
+        return _Line(np.array(self._places, np.float64), rows).at(np.array(first))
 
     def holds(self, first: float, second: FloatArray) -> npt.NDArray[np.bool_]:
         """Whether each point lies between measured ones."""
