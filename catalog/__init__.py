@@ -11,7 +11,15 @@ from catalog.parameters import (
     num_active_parameters,
     num_parameters,
 )
-from catalog.shapes import DTYPE_BITS, GPU, AttentionLayers, KVDtype, ModelShape, WeightDtype
+from catalog.shapes import (
+    DTYPE_BITS,
+    GPU,
+    AttentionLayers,
+    KVDtype,
+    ModelShape,
+    WeightDtype,
+    pipeline_stage,
+)
 
 __all__ = [
     "DTYPE_BITS",
@@ -32,5 +40,6 @@ __all__ = [
     "num_active_parameters",
     "num_parameters",
     "peak_flops",
+    "pipeline_stage",
     "shape_from_config",
 ]

@@ -14,7 +14,8 @@ from catalog.shapes import DTYPE_BITS, GPU
 
 _WHAT = (
     "a GPU: memory_bytes, memory_bandwidth, flops {dtype: dense FLOP/s}, host_bandwidth and "
-    "optionally name, link, link_bandwidth, usd_per_hour, source, assumptions (bytes per second)"
+    "optionally name, architecture, num_sms, link, link_bandwidth, usd_per_hour, source, assumptions "
+    "(bytes per second)"
 )
 _KEYS = {
     "name",
@@ -25,10 +26,15 @@ _KEYS = {
     "link",
     "link_bandwidth",
     "host_bandwidth",
+    "architecture",
+    "num_sms",
     "usd_per_hour",
     "source",
     "assumptions",
 }
+
+DEFAULT_SMS = 132
+"""Of a GPU whose file does not say: as many as an H100."""
 
 # A dtype without a rate of its own runs at that of the first of these that has one.
 _FALLBACK: Mapping[str, tuple[str, ...]] = {
@@ -65,8 +71,9 @@ def load_gpu(name_or_path: str | Path) -> GPU:
 
     The file holds one object: ``memory_bytes``, ``memory_bandwidth``, ``flops`` (dense FLOP/s by
     dtype, e.g. ``{"bf16": 1e15}``), ``host_bandwidth`` (bytes per second, one direction); and
-    optionally ``name``, ``link`` with ``link_bandwidth`` (else peers are taken to talk over PCIe),
-    ``usd_per_hour``, ``source``, ``assumptions``.
+    optionally ``name``, ``architecture`` (e.g. ``hopper``) with ``num_sms``, ``link`` with
+    ``link_bandwidth`` (else peers are taken to talk over PCIe), ``usd_per_hour``, ``source``,
+    ``assumptions``.
 
     Raises
     ------
@@ -123,6 +130,11 @@ def _gpu(data: Mapping[str, Any], where: str, default_name: str) -> GPU:
     else:
         link_bandwidth, link = host_bandwidth, "PCIe"
         assumptions += ("no link_bandwidth given: peers talk over PCIe",)
+    num_sms = _positive(data.get("num_sms", DEFAULT_SMS), "num_sms", where)
+    if num_sms != int(num_sms):
+        raise CatalogError(f"{where}: num_sms is {num_sms}, expected a whole number")
+    if "num_sms" not in data:
+        assumptions += (f"no num_sms given: {DEFAULT_SMS} multiprocessors",)
     price = data.get("usd_per_hour")
     return GPU(
         name=str(data.get("name") or default_name),
@@ -132,6 +144,8 @@ def _gpu(data: Mapping[str, Any], where: str, default_name: str) -> GPU:
         link_bandwidth=link_bandwidth,
         link=link,
         host_bandwidth=host_bandwidth,
+        architecture=str(data.get("architecture") or "").lower(),
+        num_sms=int(num_sms),
         usd_per_hour=None if price is None else _positive(price, "usd_per_hour", where),
         source=str(data.get("source") or where),
         assumptions=assumptions,

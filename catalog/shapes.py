@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 WeightDtype = Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4", "mxfp4"]
@@ -104,6 +104,29 @@ class GPU:
     """Name of that link, e.g. ``NVLink 4``."""
     host_bandwidth: float
     """Bytes per second between GPU and host memory, one direction, peak of the PCIe link."""
+    architecture: str = ""
+    """Generation, in small letters: ``hopper``; empty where it is unknown."""
+    num_sms: int = 132
+    """Streaming multiprocessors (NVIDIA) or compute units (AMD)."""
     usd_per_hour: float | None = None
     source: str = ""
     assumptions: tuple[str, ...] = ()
+
+
+def pipeline_stage(shape: ModelShape, num_stages: int) -> ModelShape:
+    """The largest of ``num_stages`` equal parts of the layers, for what it holds in memory: it has the
+    embedding or the LM head, not both."""
+    if num_stages == 1:
+        return shape
+
+    def part(count: int) -> int:
+        return -(-count // num_stages)
+
+    groups = tuple(replace(group, num_layers=part(group.num_layers)) for group in shape.attention)
+    return replace(
+        shape,
+        num_layers=sum(group.num_layers for group in groups),
+        attention=groups,
+        num_moe_layers=part(shape.num_moe_layers),
+        tie_word_embeddings=True,
+    )

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from simulator.cost.kernels import decode_attention, prefill_attention
+
 
 def _compiled(function: Callable[..., Any]) -> Any:
     """Compile at the first call, and keep the result on disk where there is a place for it."""
@@ -35,8 +37,9 @@ def _compiled(function: Callable[..., Any]) -> Any:
     NUM_STEPS,
     NUM_GAPS,
     IS_LAST,
-) = range(10)
-NUM_SCALARS = 10
+    LAST_START,
+) = range(11)
+NUM_SCALARS = 11
 
 SLOTS, BUDGET, BLOCKS, PREEMPTION = 1, 2, 3, 4  # records.columns.BLOCKED_CODES
 STOP, LENGTH, KV_EXHAUSTED = 0, 1, 2
@@ -62,6 +65,10 @@ NUM_STEP_COLUMNS = 11
 def _keys_seen(context: int, window: int) -> int:
     inside = min(context, window)
     return inside * (inside + 1) // 2 + (context - inside) * window
+
+
+_decode_attention = _compiled(decode_attention)
+_prefill_attention = _compiled(prefill_attention)
 
 
 @_compiled
@@ -97,9 +104,14 @@ def advance(
     token_ns: Any,
     head_ns: Any,
     seq_ns: Any,
+    host_ns: Any,
+    host_hides: bool,
+    launch_ns: int,
     context_token_ns: int,
     windows: Any,
+    group_windows: Any,
     rates: Any,
+    attention: Any,
     rate_scalars: Any,
     expert_bytes: Any,
     has_attention: bool,
@@ -130,6 +142,7 @@ def advance(
     now, next_arrival, num_running = scalars[NOW], scalars[NEXT_ARRIVAL], scalars[NUM_RUNNING]
     fresh_head, num_preempted, free = scalars[FRESH_HEAD], scalars[NUM_PREEMPTED], scalars[FREE]
     num_done, num_steps, num_gaps = scalars[NUM_DONE], scalars[NUM_STEPS], scalars[NUM_GAPS]
+    frontend, is_async, last_start = config[9], config[10] == 1, scalars[LAST_START]
     num_requests = len(arrival)
     num_windows = len(windows)
     decode_kv = np.zeros(num_windows, np.int64)
@@ -141,13 +154,19 @@ def advance(
         and num_steps < len(steps)
         and num_gaps + max_num_seqs + 1 < len(gap_values)
     ):
-        num_waiting = num_preempted + next_arrival - fresh_head
-        if num_running == 0 and num_waiting == 0 and arrival[next_arrival] > now:
-            now = arrival[next_arrival]
-        while next_arrival < num_requests and arrival[next_arrival] <= now:
+        # Who is seen: with asynchronous scheduling, who was there when the last step began.
+        horizon = (last_start if is_async else now) - frontend
+        while next_arrival < num_requests and arrival[next_arrival] <= horizon:
             next_arrival += 1
+        is_idle = num_running == 0 and num_preempted + next_arrival == fresh_head
+        if is_idle and next_arrival < num_requests:
+            now = max(now, arrival[next_arrival] + frontend)
+            last_start = now  # nothing was scheduled ahead: all that is there is seen
+            while next_arrival < num_requests and arrival[next_arrival] + frontend <= now:
+                next_arrival += 1
         if next_arrival == num_requests and scalars[IS_LAST] == 0:
             break
+        last_start = now
 
         # Running sequences, in list order.
         budget = budget_of_step
@@ -235,6 +254,7 @@ def advance(
         num_sampled = 0
         num_decodes = 0
         context = 0
+        triangle = 0
         for w in range(num_windows):
             decode_kv[w] = 0
             prefill_kv[w] = 0
@@ -254,6 +274,7 @@ def advance(
                 for w in range(num_windows):
                     decode_kv[w] += min(after, windows[w])
             else:
+                triangle += grant * (grant + 1) // 2
                 for w in range(num_windows):
                     prefill_kv[w] += min(after, windows[w] + grant - 1)
                     pairs[w] += _keys_seen(after, windows[w]) - _keys_seen(
@@ -266,32 +287,67 @@ def advance(
         num_bytes = 0.0
         if has_attention:
             num_prefill = num_tokens - num_ones
-            decode_ns = num_ones * rate_scalars[0] / rate_scalars[1]
-            prefill_ns = num_prefill * rate_scalars[0] / rate_scalars[2]
-            flops = num_tokens * rate_scalars[6] + num_sampled * rate_scalars[7]
+            num_prefills = num_granted - num_ones
+            decode_ns = 0.0
+            prefill_ns = 0.0
+            flops = num_tokens * rate_scalars[3] + num_sampled * rate_scalars[4]
             num_bytes = (
-                rate_scalars[8] + num_tokens * rate_scalars[9] + num_granted * rate_scalars[4]
+                rate_scalars[5] + num_tokens * rate_scalars[6] + num_granted * rate_scalars[1]
             )
             if num_sampled > 0:
-                num_bytes += rate_scalars[10]
-                num_bytes += num_sampled * rate_scalars[11]
+                num_bytes += rate_scalars[7]
+                num_bytes += num_sampled * rate_scalars[8]
             if len(expert_bytes) > 0:
                 num_bytes += expert_bytes[num_tokens]
-            for w in range(num_windows):
-                decode_ns = decode_ns + decode_kv[w] * rates[w, 0]
-                prefill_ns += prefill_kv[w] * rates[w, 1] + pairs[w] * rates[w, 2]
-                flops = flops + (decode_kv[w] * rates[w, 5] + pairs[w] * rates[w, 6])
-                if rates[w, 3] != 0.0:
-                    prefill_ns += (prefill_kv[w] - num_prefill) * rates[w, 3]
-                if rates[w, 7] != 0.0:
-                    flops = flops + (prefill_kv[w] - num_prefill) * rates[w, 7]
-                num_bytes = num_bytes + (decode_kv[w] + prefill_kv[w]) * rates[w, 4]
+            for g in range(len(group_windows)):
+                w = group_windows[g]
+                rate = rates[g]
+                if num_ones > 0:
+                    decode_ns = decode_ns + rate[0] * _decode_attention(
+                        float(decode_kv[w]),
+                        float(num_ones),
+                        rate[1],
+                        rate[2],
+                        rate[3],
+                        rate[4],
+                        attention[0],
+                        attention[1],
+                    )
+                if num_prefills > 0:
+                    prefill_ns = prefill_ns + rate[0] * _prefill_attention(
+                        float(prefill_kv[w]),
+                        float(pairs[w]),
+                        float(min(triangle, pairs[w])),
+                        float(num_prefill),
+                        float(num_prefills),
+                        rate[5],
+                        rate[6],
+                        rate[7],
+                        rate[8],
+                        rate[9],
+                        attention[3],
+                        attention[4],
+                    )
+                    prefill_ns = prefill_ns + rate[0] * (
+                        float(prefill_kv[w] - num_prefill) * rate[10]
+                    )
+                flops = flops + (decode_kv[w] * rate[12] + pairs[w] * rate[13])
+                if rate[14] != 0.0:
+                    flops = flops + (prefill_kv[w] - num_prefill) * rate[14]
+                num_bytes = num_bytes + (decode_kv[w] + prefill_kv[w]) * rate[11]
+            if num_prefills > 0:
+                prefill_ns = prefill_ns + attention[5]
+            else:
+                decode_ns = decode_ns + attention[2]
             kv_write = (
-                num_tokens * rate_scalars[3] + num_granted * rate_scalars[4]
-            ) / rate_scalars[5]
+                num_tokens * rate_scalars[0] + num_granted * rate_scalars[1]
+            ) / rate_scalars[2]
             duration += int(np.rint(decode_ns)) + int(np.rint(prefill_ns)) + int(np.rint(kv_write))
         else:
             duration += context_token_ns * (decode_kv[0] + prefill_kv[0])
+        duration = max(duration, launch_ns)
+        host = host_ns[num_granted]
+        duration = max(duration, host) if host_hides else duration + host
 
         row = steps[num_steps]
         row[START] = now
@@ -359,3 +415,4 @@ def advance(
     scalars[NOW], scalars[NEXT_ARRIVAL], scalars[NUM_RUNNING] = now, next_arrival, num_running
     scalars[FRESH_HEAD], scalars[NUM_PREEMPTED], scalars[FREE] = fresh_head, num_preempted, free
     scalars[NUM_DONE], scalars[NUM_STEPS], scalars[NUM_GAPS] = num_done, num_steps, num_gaps
+    scalars[LAST_START] = last_start

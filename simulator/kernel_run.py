@@ -88,6 +88,8 @@ def simulate_compiled(
     recorder: Recorder,
     arrivals: Iterable[Arrival],
     *,
+    async_scheduling: bool = False,
+    frontend_ns: int = 0,
     on_progress: Callable[[int], None] = lambda done: None,
     window_requests: int | None = None,
 ) -> None:
@@ -116,6 +118,8 @@ def simulate_compiled(
             blocks.watermark_blocks,
             blocks.block_size,
             blocks.num_blocks,
+            frontend_ns,
+            async_scheduling,
         ],
         np.int64,
     )
@@ -125,7 +129,7 @@ def simulate_compiled(
     flops, num_bytes = np.zeros(_BUFFER_ROWS), np.zeros(_BUFFER_ROWS)
     num_gaps = 2 * _BUFFER_ROWS + 2 * config.max_num_seqs
     gap_values, gap_counts = np.zeros(num_gaps, np.int64), np.zeros(num_gaps, np.int64)
-    window = _Window(scheduler, window_requests or WINDOW_REQUESTS)
+    window = _Window(scheduler, window_requests or WINDOW_REQUESTS, frontend_ns)
     source = iter(arrivals)
     num_before = 0
     advance: Any = kernel.advance  # a compiled function has no signature that mypy knows
@@ -186,8 +190,9 @@ class _Window:
     """The requests that the loop may need now, as arrays in order of arrival: those under way, and
     the next ones of the stream."""
 
-    def __init__(self, scheduler: Scheduler, size: int) -> None:
+    def __init__(self, scheduler: Scheduler, size: int, frontend_ns: int) -> None:
         self._scheduler = scheduler
+        self._frontend_ns = frontend_ns
         self._size = size
         self._arrivals: list[Arrival] = []
         self._refused: deque[_Refused] = deque()
@@ -283,7 +288,7 @@ class _Window:
         finishes = self._columns["finish"][order]
         start = 0
         while self._refused:
-            time = self._refused[0].request.arrival_ns
+            time = self._refused[0].request.arrival_ns + self._frontend_ns
             if time >= scalars[kernel.NOW] and not is_over:
                 break  # others may still end before
             end = int(np.searchsorted(finishes, time, side="right"))

@@ -53,6 +53,12 @@ class Replica:
         What decides, what prices, what remembers.
     until_ns
         No step ends and no request arrives after this time; ``None`` = run until all is served.
+    async_scheduling
+        Steps are scheduled one ahead, as vLLM does it by default: what arrives while a step runs is
+        not in the next one, but in the one after. (What a step frees is there for the next one all
+        the same; in vLLM it is not.)
+    frontend_ns
+        From a client to the scheduler and back; all of it is spent on the way there.
     fast_forward
         Run equal decode steps as one. The record is the same, byte for byte; False is for tests.
     on_progress
@@ -68,6 +74,8 @@ class Replica:
         workload: Workload,
         *,
         until_ns: int | None = None,
+        async_scheduling: bool = False,
+        frontend_ns: int = 0,
         fast_forward: bool = True,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -77,6 +85,11 @@ class Replica:
         self._recorder = recorder
         self._workload = workload
         self._until_ns = until_ns
+        self._async_scheduling = async_scheduling
+        self._frontend_ns = frontend_ns
+        self._is_busy = False
+        self._unseen: list[Arrival] = []
+        """Arrived since the running step was scheduled, where that is one ahead."""
         self._fast_forward = fast_forward
         self._last_step_ns = 1
         self._on_progress = on_progress
@@ -95,19 +108,30 @@ class Replica:
 
     def _arrivals(self, arrivals: Iterator[Arrival]) -> Process:
         for arrival in arrivals:
-            arrival_ns = arrival.request.arrival_ns
+            arrival_ns = arrival.request.arrival_ns + self._frontend_ns
             if self._until_ns is not None and arrival_ns > self._until_ns:
                 self._recorder.never_arrived(arrival.request)
                 continue
             if arrival_ns > self._now:
                 yield Moment(self._env, arrival_ns - self._now, _ARRIVAL)
+            if reason := self._scheduler.refusal(arrival.request):
+                self._recorder.refused(arrival.request, reason)
+                self._follow(arrival.request, 0)
+            elif self._async_scheduling and self._is_busy:
+                self._unseen.append(arrival)
+            else:
+                self._submit(arrival)
+
+    def _see_all(self) -> None:
+        unseen, self._unseen = self._unseen, []
+        for arrival in unseen:
             self._submit(arrival)
 
     def _submit(self, arrival: Arrival) -> None:
         request = arrival.request
         try:
             sequences = self._scheduler.add(request)
-        except RequestRefusedError as error:
+        except RequestRefusedError as error:  # since it came, another has taken its id
             self._recorder.refused(request, error.reason)
             self._follow(request, 0)
             return
@@ -144,11 +168,22 @@ class Replica:
                 return
             self._expire(self._now)
             if not scheduler.num_unfinished:
+                if self._unseen:
+                    self._see_all()
+                    continue
+                self._is_busy = False
                 self._wake = env.event()
                 yield self._wake
                 continue
             plan = scheduler.schedule(self._longest_run())
+            self._is_busy = True
+            has_unseen = bool(self._unseen)
+            self._see_all()
             if not plan:
+                if has_unseen:
+                    scheduler.update(plan, StepResult(0))
+                    self._recorder.idle_preemptions(plan)
+                    continue
                 yield from self._stand_still(plan)
                 continue
             start_ns = self._now
@@ -197,7 +232,7 @@ class Replica:
 
     def _longest_run(self) -> int:
         """Steps that are worth asking for: about as many as end before the next event."""
-        if not self._fast_forward:
+        if not self._fast_forward or self._unseen:
             return 1
         pause = self._env.peek() - self._now
         if pause > _MOST_STEPS * self._last_step_ns:
@@ -274,6 +309,8 @@ def simulate(
     workload: Workload,
     *,
     until_ns: int | None = None,
+    async_scheduling: bool = False,
+    frontend_ns: int = 0,
     fast_forward: bool = True,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
@@ -290,6 +327,8 @@ def simulate(
         recorder,
         workload,
         until_ns=until_ns,
+        async_scheduling=async_scheduling,
+        frontend_ns=frontend_ns,
         fast_forward=fast_forward,
         on_progress=on_progress,
     )

@@ -125,7 +125,15 @@ def _run(
             on_progress(done, load.share_of(done))
 
     if compiled and why_not(scheduler, setup.cost, first, until_ns) is None:
-        simulate_compiled(scheduler, setup.cost, recorder, all_arrivals, on_progress=report)
+        simulate_compiled(
+            scheduler,
+            setup.cost,
+            recorder,
+            all_arrivals,
+            async_scheduling=setup.async_scheduling,
+            frontend_ns=setup.frontend_ns,
+            on_progress=report,
+        )
     else:
         simulate(
             scheduler,
@@ -133,6 +141,8 @@ def _run(
             recorder,
             OpenLoop(all_arrivals),
             until_ns=until_ns,
+            async_scheduling=setup.async_scheduling,
+            frontend_ns=setup.frontend_ns,
             on_progress=_throttled(report, recorder) if on_progress else _silent,
         )
     requests, steps = recorder.requests.columns(), recorder.steps.columns()

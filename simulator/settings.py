@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from blockmanager.ledger import (
@@ -22,13 +23,14 @@ from blockmanager.ledger_gpu import (
     weight_bytes,
 )
 from blockmanager.manager import BlockManager
-from catalog import DTYPE_BITS, GPU, ModelShape, load_gpu, load_model
+from catalog import DTYPE_BITS, GPU, ModelShape, load_gpu, load_model, pipeline_stage
 from catalog.gpus import peak_flops
 from records.slo import NO_LIMITS, Limits, parse_limits
 from scheduler.config import SchedulerConfig
 from scheduler.policies import load_policy
 from scheduler.scheduler import Scheduler
-from simulator.cost import cost_model_from_flag
+from simulator.cost import cost_model_from_flag, factors_for
+from simulator.cost.calibration import Calibration
 from simulator.cost.step import CostModel
 
 Source = Literal["given", "derived", "assumed"]
@@ -56,6 +58,7 @@ class Options:
     weight_dtype: str | None = None
     kv_cache_dtype: str | None = None
     tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
     kv_gb: str | None = None
     num_gpu_blocks: int | None = None
     gpu_memory_utilization: float | None = None
@@ -73,6 +76,10 @@ class Options:
     swap_space: str | None = None
     parallel_sampling: str | None = None
     cost_model: str | None = None
+    calibration: str | None = None
+    async_scheduling: bool | None = None
+    enforce_eager: bool | None = None
+    frontend_latency: float | None = None
     max_tokens: int | None = None
     deadline: float | None = None
     warm_start: int | None = None
@@ -98,6 +105,8 @@ class Setup:
     settings: Mapping[str, Setting]
     warnings: list[str] = field(default_factory=list)
     weight_bytes: int = 0
+    async_scheduling: bool = False
+    frontend_ns: int = 0
     peak_flops: float = 0.0
     """FLOP/s of one GPU at the weights' dtype."""
 
@@ -160,8 +169,14 @@ def resolve(options: Options) -> Setup:
         )
     block_size = r.take("block_size", DEFAULT_BLOCK_SIZE, "vLLM's default")
     config = _scheduler_config(r, shape, gpu)
-    layout = KVLayout.of(shape, kv_dtype, tp, block_size)
-    num_blocks, config = _num_blocks(r, shape, gpu, layout, weight_dtype, tp, config)
+    pp = r.take("pipeline_parallel_size", 1)
+    if not 1 <= pp <= shape.num_layers:
+        raise ValueError(
+            f"--pipeline-parallel-size is {pp}, expected from 1 to {shape.num_layers}, the model's layers"
+        )
+    stage = pipeline_stage(shape, pp)
+    layout = KVLayout.of(stage, kv_dtype, tp, block_size)
+    num_blocks, config = _num_blocks(r, stage, gpu, layout, weight_dtype, tp, config)
     swap_blocks = _swap_blocks(r, layout, config)
     watermark = r.take("watermark", 0.0, "vLLM V1's default")
     if not 0 <= watermark < 1:
@@ -169,16 +184,7 @@ def resolve(options: Options) -> Setup:
     policy_name = r.take("scheduling_policy", "fcfs", "vLLM's default")
     load_policy(policy_name)
     caching = r.take("enable_prefix_caching", True, "vLLM V1's default")
-    cost_flag = r.take("cost_model", "physical", "datasheet figures, not calibrated")
-    cost = cost_model_from_flag(
-        cost_flag,
-        shape=shape,
-        gpu=gpu,
-        weight_dtype=weight_dtype,
-        kv_dtype=kv_dtype,
-        tp=tp,
-        block_size=block_size,
-    )
+    cost, serving = _cost(r, shape, gpu, weight_dtype, kv_dtype, tp, pp, block_size)
     limits = parse_limits(options.slo) if options.slo is not None else NO_LIMITS
     r.note("slo", str(limits) if limits else None, "given" if limits else "assumed")
     _driver_settings(r)
@@ -205,9 +211,69 @@ def resolve(options: Options) -> Setup:
         limits=limits,
         settings=r.settings,
         warnings=r.warnings,
-        weight_bytes=weight_bytes(shape, weight_dtype, tp).total,
+        weight_bytes=weight_bytes(stage, weight_dtype, tp).total,
+        async_scheduling=serving.async_scheduling,
+        frontend_ns=serving.frontend_ns,
         peak_flops=peak_flops(gpu, weight_dtype).flops,
     )
+
+
+class _Serving(NamedTuple):
+    async_scheduling: bool
+    frontend_ns: int
+
+
+def _cost(
+    r: _Resolver,
+    shape: ModelShape,
+    gpu: GPU,
+    weight_dtype: str,
+    kv_dtype: str,
+    tp: int,
+    pp: int,
+    block_size: int,
+) -> tuple[CostModel, _Serving]:
+    """The cost model, and what of a server is not in its steps."""
+    flag = r.take("cost_model", "physical", "datasheet figures x fitted shares")
+    is_physical = flag.strip() in ("physical", "no-cache")
+    given = r.options.calibration
+    if given is not None and not is_physical:
+        raise ValueError(f"--calibration has no effect with --cost-model {flag}")
+    for name in ("enforce_eager", "pipeline_parallel_size"):
+        if getattr(r.options, name) not in (None, False, 1) and not is_physical:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect with --cost-model {flag}")
+    factors = factors_for(gpu)
+    if given is not None:
+        factors = Calibration.read(Path(given)).apply(factors, shape.name, gpu.name)
+    r.note("calibration", given, "given" if given else "assumed")
+    latency = r.take(
+        "frontend_latency",
+        factors.serving.frontend_s if is_physical else 0.0,
+        "HTTP, tokenisation and back, fitted" if is_physical else "none beside given step times",
+    )
+    if not 0 <= latency <= 3600:
+        raise ValueError(f"--frontend-latency is {latency:g} s, expected from 0 to 3,600")
+    asynchronous = r.take(
+        "async_scheduling",
+        is_physical and pp == 1,
+        ("vLLM's default since 0.14" if pp == 1 else "vLLM has none with pipeline stages")
+        if is_physical
+        else "given step times are taken as they are",
+    )
+    cost = cost_model_from_flag(
+        flag,
+        shape=shape,
+        gpu=gpu,
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+        tp=tp,
+        pp=pp,
+        block_size=block_size,
+        async_scheduling=asynchronous,
+        enforce_eager=r.take("enforce_eager", False, "CUDA graphs, as vLLM's default"),
+        factors=factors,
+    )
+    return cost, _Serving(asynchronous, round(latency * 1e9))
 
 
 def _scheduler_config(r: _Resolver, shape: ModelShape, gpu: GPU) -> SchedulerConfig:

@@ -1,6 +1,6 @@
 """Cost models: how long a step takes."""
 
-from simulator.cost.efficiency import Efficiencies
+from simulator.cost.factors import Factors, factors_for
 from simulator.cost.models import ConstantCost, LinearCost, cost_model_from_flag
 from simulator.cost.no_cache import NoCacheCost
 from simulator.cost.physical import PhysicalCost
@@ -10,7 +10,7 @@ from simulator.cost.step import CostModel, RunPrice, StepPrice
 __all__ = [
     "ConstantCost",
     "CostModel",
-    "Efficiencies",
+    "Factors",
     "LinearCost",
     "NoCacheCost",
     "PhysicalCost",
@@ -18,4 +18,5 @@ __all__ = [
     "RunPrice",
     "StepPrice",
     "cost_model_from_flag",
+    "factors_for",
 ]

@@ -21,12 +21,24 @@ class Gemm(NamedTuple):
 
     term: str
     num_layers: int
-    weight_elements: float
-    """Of one matrix, per GPU."""
-    activation_elements: float
-    """Read and written for each row, per GPU."""
+    depth: float
+    """Inputs of a row, per GPU."""
+    columns: float
+    """Outputs of a row, per GPU."""
     wide: bool = False
     """Kept in 16 bits whatever the type of the other weights."""
+    between: float = 0.0
+    """Elements of a row that are written and read on the way, where the entry is several matrices."""
+
+    @property
+    def weight_elements(self) -> float:
+        """Of one matrix, per GPU."""
+        return self.depth * self.columns
+
+    @property
+    def activation_elements(self) -> float:
+        """Read and written for each row, per GPU."""
+        return self.depth + self.columns + self.between
 
 
 class DecoderParts(NamedTuple):
@@ -44,9 +56,8 @@ class DecoderParts(NamedTuple):
     """Queries read and outputs written by attention."""
     elementwise: float
     """Read and written by kernels other than GEMMs and attention."""
-    num_gemm_kernels: int
     num_other_kernels: int
-    """Neither GEMM nor attention; the head's are not among either count."""
+    """Neither GEMM nor attention, without the head's."""
 
 
 def take_apart(shape: ModelShape, tp: int) -> DecoderParts:
@@ -56,26 +67,22 @@ def take_apart(shape: ModelShape, tp: int) -> DecoderParts:
     if shape.num_moe_layers:
         width = shape.num_mlp_matrices * shape.moe_intermediate_size / tp
         expert = Gemm(
-            "experts",
-            shape.num_moe_layers,
-            shape.hidden_size * width,
-            2 * shape.hidden_size + width,
+            "experts", shape.num_moe_layers, shape.hidden_size, width, between=shape.hidden_size
         )
     vocab = shape.vocab_size / tp
     with_heads = [group for group in shape.attention if group.kind != "recurrent"]
     return DecoderParts(
         gemms=gemms,
         expert=expert,
-        head=Gemm("lm_head", 1, shape.hidden_size * vocab, shape.hidden_size + vocab, wide=True),
+        head=Gemm("lm_head", 1, shape.hidden_size, vocab, wide=True),
         kv=sum(group.num_layers * kv_elements(group, tp) for group in shape.attention),
         queries=total(
             group.num_layers * group.num_heads * (qk_dim(group) + v_dim(group)) / tp
             for group in with_heads
         ),
         elementwise=_elementwise_elements(shape, tp),
-        # Routed experts run as two grouped kernels between two that sort tokens and merge them.
-        num_gemm_kernels=sum(gemm.num_layers for gemm in gemms) + 2 * shape.num_moe_layers,
-        num_other_kernels=_KERNELS_PER_LAYER * shape.num_layers + 2 * shape.num_moe_layers + 1,
+        # Routed experts: choice, sorting of the tokens by expert, merging.
+        num_other_kernels=_KERNELS_PER_LAYER * shape.num_layers + 3 * shape.num_moe_layers + 1,
     )
 
 
@@ -111,7 +118,7 @@ def _layer_gemms(shape: ModelShape, tp: int) -> list[Gemm]:
 
     def add_gemm(term: str, count: int, inputs: float, outputs: float, wide: bool = False) -> None:
         if count and inputs and outputs:
-            gemms.append(Gemm(term, count, inputs * outputs, inputs + outputs, wide))
+            gemms.append(Gemm(term, count, inputs, outputs, wide))
 
     for group in shape.attention:
         count, heads = group.num_layers, group.num_heads / tp

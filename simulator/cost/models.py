@@ -7,6 +7,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from catalog import GPU, KVDtype, ModelShape, WeightDtype
+from simulator.cost.factors import Factors
 from simulator.cost.no_cache import NoCacheCost
 from simulator.cost.physical import PhysicalCost
 from simulator.cost.profile import ProfileCost
@@ -110,7 +111,11 @@ def cost_model_from_flag(
     weight_dtype: WeightDtype,
     kv_dtype: KVDtype,
     tp: int = 1,
+    pp: int = 1,
     block_size: int = 16,
+    async_scheduling: bool = True,
+    enforce_eager: bool = False,
+    factors: Factors | None = None,
 ) -> CostModel:
     """The cost model that a command line names.
 
@@ -131,7 +136,16 @@ def cost_model_from_flag(
         return ProfileCost(Path(rest), shape.name)
     if kind in ("physical", "no-cache") and not colon:
         physical = PhysicalCost(
-            shape, gpu, weight_dtype=weight_dtype, kv_dtype=kv_dtype, tp=tp, block_size=block_size
+            shape,
+            gpu,
+            weight_dtype=weight_dtype,
+            kv_dtype=kv_dtype,
+            tp=tp,
+            pp=pp,
+            block_size=block_size,
+            async_scheduling=async_scheduling,
+            enforce_eager=enforce_eager,
+            factors=factors,
         )
         return physical if kind == "physical" else NoCacheCost(physical)
     raise ValueError(f"cost model is {flag!r}, expected {_FORMS}")

@@ -92,11 +92,18 @@ class StepWork(NamedTuple):
     num_copies: int
     num_swapped: int
     """Blocks to and from host memory."""
+    prefill_triangle: int
+    """Of sequences with several queries, pairs of a query and a key of the same step."""
     by_window: tuple[WindowWork, ...]
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decodes
+
+    @property
+    def num_prefills(self) -> int:
+        """Sequences with several tokens granted."""
+        return self.num_sequences - self.num_decodes
 
     @classmethod
     def of(cls, step: StepFeatures, windows: tuple[int, ...], num_steps: int = 1) -> StepWork:
@@ -111,7 +118,7 @@ class StepWork(NamedTuple):
         num_tokens = int(granted.sum())
         context = step.computed_before + granted
         if num_tokens == num_sequences:
-            num_decodes = num_sequences
+            num_decodes, triangle = num_sequences, 0
             by_window = tuple(
                 WindowWork(_decode_kv(context, window, num_steps), 0, 0) for window in windows
             )
@@ -121,6 +128,7 @@ class StepWork(NamedTuple):
             num_decodes = int(np.count_nonzero(single))
             several = ~single
             decodes, after, queries = context[single], context[several], granted[several]
+            triangle = int((queries * (queries + 1) // 2).sum())
             by_window = tuple(
                 WindowWork(
                     _decode_kv(decodes, window, 1),
@@ -136,6 +144,7 @@ class StepWork(NamedTuple):
             num_decodes,
             step.num_copies,
             step.num_swapped_in + step.num_swapped_out,
+            triangle,
             by_window,
         )
 
@@ -190,18 +199,26 @@ class TermModel(ABC):
     def work_flops_bytes(self, work: StepWork) -> tuple[Amount, Amount]:
         """Useful FLOPs and bytes through memory, per GPU."""
 
+    def host_terms(self, work: StepWork, device_ns: Count) -> dict[str, Count]:
+        """What the host adds to ``device_ns``, the whole ns of ``work_terms`` together."""
+        return {}
+
+    def _whole_terms(self, work: StepWork) -> dict[str, Any]:
+        terms = {name: _whole(term) for name, term in self.work_terms(work).items()}
+        terms |= self.host_terms(work, sum(terms.values()))
+        return terms
+
     def price(self, step: StepFeatures) -> StepPrice:
         """Price one step, in which every sequence was granted at least one token."""
         work = StepWork.of(step, self.windows)
-        duration_ns = sum(_whole(term) for term in self.work_terms(work).values())
+        duration_ns = sum(self._whole_terms(work).values())
         assert duration_ns > 0, "a step takes time"
         flops, num_bytes = self.work_flops_bytes(work)
         return StepPrice(duration_ns, float(flops), float(num_bytes))
 
     def terms(self, step: StepFeatures) -> dict[str, int]:
         """The same step, term by term, in whole ns that add up to ``duration_ns`` exactly."""
-        work = StepWork.of(step, self.windows)
-        return {name: _whole(term) for name, term in self.work_terms(work).items()}
+        return self._whole_terms(StepWork.of(step, self.windows))
 
     def price_steps(self, step: StepFeatures, num_steps: int) -> RunPrice:
         """Price ``num_steps`` decode steps; in each, every context is one token longer.
@@ -211,8 +228,8 @@ class TermModel(ABC):
         assert num_steps >= 1, f"a run has at least one step, not {num_steps}"
         work = StepWork.of(step, self.windows, num_steps)
         duration_ns = np.zeros(num_steps, dtype=np.int64)
-        for term in self.work_terms(work).values():
-            duration_ns += _whole(term)
+        for term in self._whole_terms(work).values():
+            duration_ns += term
         assert duration_ns.min() > 0, "a step takes time"
         flops, num_bytes = self.work_flops_bytes(work)
         return RunPrice(

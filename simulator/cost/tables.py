@@ -6,7 +6,6 @@ times, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -14,32 +13,40 @@ import numpy.typing as npt
 
 from simulator.cost.models import LinearCost
 from simulator.cost.physical import PhysicalCost
-from simulator.cost.step import CostModel, StepWork, WindowWork
+from simulator.cost.step import Amount, CostModel
 
-_OF_ATTENTION = ("attention_decode", "attention_prefill")
-_OF_HEAD = ("lm_head", "sampling", "logits_gather")
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 class PriceTables(NamedTuple):
-    """Step time = token_ns[tokens] + head_ns[sampled] + seq_ns[sequences] + attention + KV write.
+    """Time on the GPU = token_ns[tokens] + head_ns[sampled] + seq_ns[sequences] + attention + KV write;
+    the step lasts as long as that or host_ns[sequences], or both together.
 
     Attention and KV write are rounded sums of the rates below; times in ns, bytes and FLOPs per GPU.
     """
 
-    token_ns: npt.NDArray[np.int64]
-    head_ns: npt.NDArray[np.int64]
-    seq_ns: npt.NDArray[np.int64]
+    token_ns: IntArray
+    head_ns: IntArray
+    seq_ns: IntArray
+    host_ns: IntArray
+    host_hides: bool
+    """Behind the GPU's time."""
+    launch_ns: int
+    """Of a step's kernels: it lasts at least as long."""
     context_token_ns: int
     """For each token of context of anybody (linear model)."""
-    windows: npt.NDArray[np.int64]
-    window_rates: npt.NDArray[np.float64]
-    """A row a window: decode_kv_ns, prefill_kv_ns, prefill_pair_ns, expand_ns, kv_bytes,
-    decode_flops, pair_flops, expand_flops."""
-    scalars: npt.NDArray[np.float64]
-    """query_bytes, decode and prefill bytes/ns, KV bytes written a token, state bytes a sequence,
-    elementwise bytes/ns; then for FLOPs and bytes: token_flops, head_flops, weight_bytes, token_bytes,
-    head_weight_bytes, head_row_bytes."""
-    expert_bytes: npt.NDArray[np.float64]
+    windows: IntArray
+    group_windows: IntArray
+    """Of each group of attention layers, the index of its window."""
+    group_rates: FloatArray
+    """A row a group: the fields of ``WindowCost``."""
+    attention: FloatArray
+    """Decode: ns a key of a walk, overlap, fixed ns of all layers; the same of prefill."""
+    scalars: FloatArray
+    """KV bytes written a token, state bytes a sequence, elementwise bytes/ns; then for FLOPs and bytes:
+    token_flops, head_flops, weight_bytes, token_bytes, head_weight_bytes, head_row_bytes."""
+    expert_bytes: FloatArray
     """Weights of the experts that a step of so many tokens touches; empty without experts."""
     has_attention: bool
 
@@ -54,81 +61,74 @@ def price_tables(cost: CostModel, max_tokens: int, max_seqs: int) -> PriceTables
             token_ns=cost.base_ns + cost.per_token_ns * tokens,
             head_ns=np.zeros(max_seqs + 1, np.int64),
             seq_ns=cost.per_seq_ns * seqs,
+            host_ns=np.zeros(max_seqs + 1, np.int64),
+            host_hides=False,
+            launch_ns=0,
             context_token_ns=cost.per_context_token_ns,
             windows=np.array(cost.windows, np.int64),
-            window_rates=np.zeros((len(cost.windows), 8)),
-            scalars=np.zeros(12),
+            group_windows=np.zeros(0, np.int64),
+            group_rates=np.zeros((0, 15)),
+            attention=np.zeros(6),
+            scalars=np.zeros(9),
             expert_bytes=np.zeros(0),
             has_attention=False,
         )
-    return _physical(cost, max_tokens, max_seqs) if type(cost) is PhysicalCost else None
+    if type(cost) is not PhysicalCost or cost.pp > 1:
+        return None
+    return _physical(cost, max_tokens, max_seqs)
 
 
 def _physical(cost: PhysicalCost, max_tokens: int, max_seqs: int) -> PriceTables:
-    nothing = tuple(WindowWork(0, 0, 0) for _ in cost.windows)
-
-    def terms(tokens: int, seqs: int, sampled: int) -> dict[str, int]:
-        work = StepWork(seqs, tokens, sampled, 0, 0, 0, nothing)
-        return {name: round(float(term)) for name, term in cost.work_terms(work).items()}
-
-    def column(size: int, value: Callable[[int], int]) -> npt.NDArray[np.int64]:
-        return np.array([value(count) for count in range(size + 1)], np.int64)
-
-    def of_tokens(count: int) -> int:
-        apart = (*_OF_ATTENTION, *_OF_HEAD, "kv_write", "host")
-        return sum(ns for name, ns in terms(count, 1, 0).items() if name not in apart)
-
-    no_head = terms(1, 1, 0)["kernels"]
-
-    def of_head(count: int) -> int:
-        if not count:
-            return 0
-        found = terms(1, 1, count)
-        return sum(found.get(name, 0) for name in _OF_HEAD) + found["kernels"] - no_head
-
-    eff, bandwidth = cost.efficiencies, cost._bandwidth
-    head, expert = cost._head, cost._expert
-    rates = [
-        [
-            window.decode_kv_ns,
-            window.prefill_kv_ns,
-            window.prefill_pair_ns,
-            window.expand_ns,
-            window.kv_bytes,
-            window.decode_flops,
-            window.pair_flops,
-            window.expand_flops,
-        ]
-        for window in cost._attention_costs
-    ]
-    touched = [
-        expert.weight_bytes * cost._experts_touched(count) if expert else 0.0
-        for count in range(max_tokens + 1 if expert else 0)
-    ]
+    tokens = np.arange(1, max_tokens + 1, dtype=np.int64)
+    seqs = np.arange(1, max_seqs + 1, dtype=np.int64)
+    layers = sum(rates.num_layers for _, rates in cost.attention)
+    decode, prefill, head = cost.factors.decode, cost.factors.prefill, cost.head
     return PriceTables(
-        token_ns=column(max_tokens, of_tokens),
-        head_ns=column(max_seqs, of_head),
-        seq_ns=column(max_seqs, lambda count: terms(1, count, 0)["host"]),
+        token_ns=_table(cost.token_terms(tokens), len(tokens)),
+        head_ns=_table(cost.head_terms(seqs), len(seqs)),
+        seq_ns=_table({"between_steps": cost.step_ns + seqs * cost.sequence_ns}, len(seqs)),
+        host_ns=np.array([cost.host_ns(count) for count in range(max_seqs + 1)], np.int64),
+        host_hides=cost.async_scheduling,
+        launch_ns=cost.launch_ns,
         context_token_ns=0,
         windows=np.array(cost.windows, np.int64),
-        window_rates=np.array(rates, np.float64),
+        group_windows=np.array([index for index, _ in cost.attention], np.int64),
+        group_rates=np.array([rates for _, rates in cost.attention], np.float64).reshape(-1, 15),
+        attention=np.array(
+            [
+                1e9 * decode.key_s,
+                decode.overlap,
+                layers * (1e9 * decode.fixed_s),
+                1e9 * prefill.key_s,
+                prefill.overlap,
+                layers * (1e9 * prefill.fixed_s),
+            ]
+        ),
         scalars=np.array(
             [
-                cost._query_bytes,
-                bandwidth * eff.decode_bandwidth,
-                bandwidth * eff.prefill_bandwidth,
                 cost.kv_write_bytes,
-                cost._state_bytes,
-                bandwidth * eff.elementwise_bandwidth,
-                cost._token_flops,
+                cost.state_bytes,
+                cost.elementwise_rate,
+                cost.token_flops,
                 head.flops,
-                cost._weight_bytes,
-                cost._token_bytes,
+                cost.weight_bytes,
+                cost.token_bytes,
                 head.weight_bytes,
-                head.row_bytes + cost._sampling_bytes,
+                head.row_bytes + cost.sampling_bytes,
             ],
             np.float64,
         ),
-        expert_bytes=np.array(touched, np.float64),
+        expert_bytes=np.zeros(0)
+        if cost.experts is None
+        else cost.experts.weight_bytes
+        * np.asarray(cost.experts_touched(np.arange(max_tokens + 1)), np.float64),
         has_attention=True,
     )
+
+
+def _table(terms: dict[str, Amount], count: int) -> IntArray:
+    """Their sum for 0 (nothing) and each of ``count`` values, every term rounded by itself."""
+    table = np.zeros(count + 1, np.int64)
+    for term in terms.values():
+        table[1:] += np.rint(term).astype(np.int64)
+    return table

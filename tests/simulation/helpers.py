@@ -52,6 +52,8 @@ def run(
     caching: bool = False,
     until_s: float | None = None,
     fast_forward: bool = True,
+    async_scheduling: bool = False,
+    frontend_ns: int = 0,
     swap_blocks: int = 0,
     watermark_blocks: int = 0,
     **config: Any,
@@ -72,6 +74,8 @@ def run(
         OpenLoop(list(arrivals)),
         until_ns=None if until_s is None else round(until_s * NS),
         fast_forward=fast_forward,
+        async_scheduling=async_scheduling,
+        frontend_ns=frontend_ns,
     )
     scheduler.check()
     return Run(recorder.requests.columns(), recorder.steps.columns(), recorder.gaps, scheduler)

@@ -124,6 +124,8 @@ def loads(draw: st.DrawFn) -> tuple[list[Arrival], dict[str, Any]]:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
         "scheduler_reserve_full_isl": draw(st.booleans()),
         "parallel_sampling": draw(st.sampled_from(["fork", "separate"])),
+        "async_scheduling": draw(st.booleans()),
+        "frontend_ns": draw(st.sampled_from([0, 3_000_000])),
     }
 
 

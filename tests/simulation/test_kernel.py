@@ -33,6 +33,7 @@ COSTS: dict[str, CostModel] = {
     "windows": physical("gemma-2-2b", "l4"),
     "experts": physical("mixtral-8x7b", tp=2, weight_dtype="fp8"),
     "mla": physical("deepseek-v3", "h200", tp=8, kv_dtype="fp8"),
+    "eager": physical("llama-3.1-8b", enforce_eager=True, async_scheduling=False),
 }
 
 
@@ -44,13 +45,23 @@ def compiled(
     block_size: int = 16,
     watermark_blocks: int = 0,
     window_requests: int = WINDOW_REQUESTS,
+    async_scheduling: bool = False,
+    frontend_ns: int = 0,
     **config: Any,
 ) -> Run:
     blocks = BlockManager(num_blocks, block_size, watermark_blocks=watermark_blocks)
     scheduler = Scheduler(SchedulerConfig(**config), blocks)
     assert why_not(scheduler, cost, arrivals, None) is None
     recorder = Recorder(num_blocks)
-    simulate_compiled(scheduler, cost, recorder, iter(arrivals), window_requests=window_requests)
+    simulate_compiled(
+        scheduler,
+        cost,
+        recorder,
+        iter(arrivals),
+        window_requests=window_requests,
+        async_scheduling=async_scheduling,
+        frontend_ns=frontend_ns,
+    )
     return Run(recorder.requests.columns(), recorder.steps.columns(), recorder.gaps, scheduler)
 
 
@@ -84,6 +95,8 @@ def loads(draw: st.DrawFn) -> tuple[list[Arrival], dict[str, Any]]:
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5])),
         "scheduler_reserve_full_isl": draw(st.booleans()),
+        "async_scheduling": draw(st.booleans()),
+        "frontend_ns": draw(st.sampled_from([0, 0, 1, 3_000_000])),
     }
 
 

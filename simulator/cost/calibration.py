@@ -1,0 +1,85 @@
+"""A calibration: what a few hundred requests of a real server say of the factors, as a small file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from simulator.cost.factors import Factors
+
+
+class CalibrationError(ValueError):
+    """A file that is no calibration, or not one of this server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Multipliers of the fitted factors, and serving times; made by ``python -m simulator calibrate``."""
+
+    weights: float = 1.0
+    """Of the bandwidth at which products read their weights."""
+    compute: float = 1.0
+    """Of the rate of arithmetic."""
+    kv: float = 1.0
+    """Of the bandwidth at which attention reads K and V."""
+    step_s: float | None = None
+    """Instead of the fitted one, where it was fitted; so the next two."""
+    sequence_s: float | None = None
+    frontend_s: float | None = None
+    model: str = ""
+    gpu: str = ""
+    fitted_on: str = ""
+    """The run, how many of its requests, and how far off the others are."""
+    residuals: dict[str, list[float]] = field(default_factory=dict)
+    """Of each metric: least and most of measured / predicted - 1 on what was held out."""
+
+    def apply(self, factors: Factors, model: str, gpu: str) -> Factors:
+        """``factors`` as this server has them.
+
+        Raises ``CalibrationError`` where it was made for another model or GPU.
+        """
+        for what, own, asked in (("model", self.model, model), ("GPU", self.gpu, gpu)):
+            if own and own != asked:
+                raise CalibrationError(f"the calibration is of {what} {own}, the run's is {asked}")
+        serving = {
+            name: value
+            for name in ("step_s", "sequence_s", "frontend_s")
+            if (value := getattr(self, name)) is not None
+        }
+        scaled = factors.scaled(
+            weights=self.weights, compute=self.compute, kv=self.kv, **serving
+        )
+        about = f"calibrated: {self.fitted_on}; over {factors.about}"
+        return replace(scaled, basis="calibrated", about=about)
+
+    def write(self, path: Path) -> None:
+        """As JSON. Raises ``OSError``."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """Raises ``CalibrationError`` with one clear line."""
+        try:
+            data: Any = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CalibrationError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise CalibrationError(f"{path}: not JSON: {error}") from None
+        names = {item.name for item in fields(cls)}
+        if not isinstance(data, dict) or not {"weights", "compute", "kv"} <= set(data) <= names:
+            raise CalibrationError(
+                f"{path}: no calibration, expected an object with {', '.join(sorted(names))}"
+            )
+        for name in ("weights", "compute", "kv", "step_s", "sequence_s", "frontend_s"):
+            value = data.get(name)
+            if value is None and name.endswith("_s"):
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value) or value < 0 or (
+                value == 0 and not name.endswith("_s")
+            ):
+                raise CalibrationError(f"{path}: {name} is {value!r}, expected a positive number")
+        return cls(**data)

@@ -1,0 +1,184 @@
+"""What a datasheet does not say, of a GPU: factors fitted on measured kernels and servers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from catalog import GPU
+from simulator.cost.kernels import (
+    DecodeFactors,
+    GemmFactors,
+    GemmKernel,
+    PrefillFactors,
+    ReduceFactors,
+)
+
+Basis = Literal["calibrated", "measured kernels", "fitted family", "datasheet only"]
+"""How much is known of a GPU, from most to least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingFactors:
+    """What an engine adds to its kernels; seconds, and shares of the peak."""
+
+    step_s: float
+    """GPU idle between two steps: inputs copied, small kernels, the next graph launched."""
+    sequence_s: float
+    """The same for each sequence of a step."""
+    host_step_s: float
+    """Work of the host for a step: scheduling, inputs, outputs. Hidden behind the GPU where scheduling
+    is asynchronous."""
+    host_sequence_s: float
+    launch_s: float
+    """Of a kernel, where no CUDA graph launches it (``--enforce-eager``)."""
+    frontend_s: float
+    """Between a client and the scheduler, there and back: HTTP, tokenisation, detokenisation."""
+    elementwise_bandwidth: float
+    """Norms, activations, KV writes, sampling."""
+    elementwise_s: float
+    """Fixed time of such a kernel."""
+    experts_bandwidth: float
+    """Grouped products of routed experts."""
+    experts_compute: float
+    pinned_bandwidth: float
+    """Of the host link."""
+    pageable_bandwidth: float
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            is_time = name.endswith("_s")
+            if not (0 <= value < math.inf if is_time else 0 < value <= 1):
+                expected = "seconds, 0 or more" if is_time else "a share above 0, at most 1"
+                raise ValueError(f"{name} is {value}, expected {expected}")
+
+
+SERVING_MEANING: Mapping[str, str] = {
+    "step_s": "GPU idle between steps",
+    "sequence_s": "and for each sequence",
+    "host_step_s": "host time of a step",
+    "host_sequence_s": "and for each sequence",
+    "launch_s": "launch of a kernel without CUDA graphs",
+    "frontend_s": "between client and scheduler",
+    "elementwise_bandwidth": "share of peak bandwidth, norms, activations, KV writes, sampling",
+    "elementwise_s": "fixed time of such a kernel",
+    "experts_bandwidth": "share of peak bandwidth, routed experts",
+    "experts_compute": "share of peak FLOP/s, routed experts",
+    "pinned_bandwidth": "share of the host link, pinned memory",
+    "pageable_bandwidth": "share of the host link, pageable memory",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """All of them for one GPU."""
+
+    gemm: GemmFactors
+    """Products of 16-bit numbers (and wider ones)."""
+    gemm_8bit: GemmFactors
+    decode: DecodeFactors
+    prefill: PrefillFactors
+    reduce: ReduceFactors
+    serving: ServingFactors
+    basis: Basis
+    about: str
+    """On what they were fitted and how far off they are there; for the report."""
+
+    def scaled(
+        self, *, weights: float = 1.0, compute: float = 1.0, kv: float = 1.0, **serving: float
+    ) -> Factors:
+        """The same with the bandwidth of products, the rate of arithmetic and the bandwidth of
+        attention multiplied, and serving factors replaced."""
+        return replace(
+            self,
+            gemm=_scaled_gemm(self.gemm, weights, compute),
+            gemm_8bit=_scaled_gemm(self.gemm_8bit, weights, compute),
+            decode=self.decode._replace(bandwidth=self.decode.bandwidth * kv),
+            prefill=self.prefill._replace(
+                compute=self.prefill.compute * compute, bandwidth=self.prefill.bandwidth * kv
+            ),
+            serving=replace(
+                self.serving,
+                experts_bandwidth=min(1.0, self.serving.experts_bandwidth * weights),
+                experts_compute=min(1.0, self.serving.experts_compute * compute),
+                **serving,
+            ),
+        )
+
+
+def _scaled_gemm(factors: GemmFactors, weights: float, compute: float) -> GemmFactors:
+    return factors._replace(
+        kernels=tuple(
+            kernel._replace(
+                bandwidth=kernel.bandwidth * weights, compute=kernel.compute * compute
+            )
+            for kernel in factors.kernels
+        )
+    )
+
+
+@cache
+def fitted() -> Mapping[str, Any]:
+    """The data file: ``gpus`` by catalogue name, ``serving``, ``errors``, ``sources``."""
+    text = files("simulator.cost").joinpath("factors.json").read_text(encoding="utf-8")
+    document: Mapping[str, Any] = json.loads(text)
+    return document
+
+
+def factors_for(gpu: GPU) -> Factors:
+    """Fitted factors of ``gpu``, or of the nearest GPU that there are some for; ``basis`` says which."""
+    document = fitted()
+    gpus: Mapping[str, Any] = document["gpus"]
+    name, basis = _nearest(gpu, gpus)
+    return factors_from(gpus[name], document["serving"], basis, _about(gpu, name, basis))
+
+
+def factors_from(
+    entry: Mapping[str, Any], serving: Mapping[str, float], basis: Basis, about: str
+) -> Factors:
+    """One GPU's entry of the data file as factors."""
+    return Factors(
+        gemm=_gemm(entry["gemm"]),
+        gemm_8bit=_gemm(entry.get("gemm_8bit", entry["gemm"])),
+        decode=DecodeFactors(**entry["decode"]),
+        prefill=PrefillFactors(**entry["prefill"]),
+        reduce=ReduceFactors(**entry["reduce"]),
+        serving=ServingFactors(**serving),
+        basis=basis,
+        about=about,
+    )
+
+
+def _gemm(entry: Mapping[str, Any]) -> GemmFactors:
+    return GemmFactors(tuple(GemmKernel(*row) for row in entry["kernels"]), entry["least_wave"])
+
+
+def _nearest(gpu: GPU, gpus: Mapping[str, Any]) -> tuple[str, Basis]:
+    if gpu.name in gpus:
+        return gpu.name, "measured kernels"
+    for name, entry in gpus.items():
+        if gpu.architecture and entry["architecture"] == gpu.architecture:
+            return name, "fitted family"
+    # Kernels of server GPUs of one class have the same shares; the others run those of Ampere.
+    return ("h100-sxm" if gpu.memory_bandwidth > 3e12 else "a100-80gb"), "datasheet only"
+
+
+def _about(gpu: GPU, name: str, basis: Basis) -> str:
+    errors = fitted()["errors"].get(name, {})
+    known = ", ".join(f"{what} {error:.1%}" for what, error in errors.items())
+    if basis == "measured kernels":
+        return f"shares fitted on measured kernels of {name} (median error, held out: {known})"
+    if basis == "fitted family":
+        return (
+            f"no kernel of {gpu.name} was measured: shares of {name}, of the same architecture, x "
+            "its datasheet"
+        )
+    return (
+        f"no kernel of {gpu.name} or its architecture was measured: shares of {name} x its datasheet"
+    )
