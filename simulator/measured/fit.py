@@ -122,9 +122,10 @@ def _gemm_seconds(
     return times / 1e9
 
 
+# Shares stay below 1, or a fit to one ratio of arithmetic to bandwidth would say little of another.
 _GEMM_START = [0.7, 1.0, 0.9, 0.3, 3.5, 0.5] * len(_TILES) + [0.2]
-_GEMM_LOW = [0.02, 0.0, 0.3, 0.0, 0.5, 0.0] * len(_TILES) + [0.02]
-_GEMM_HIGH = [1.3, 10.0, 1.2, 1.0, 20.0, 1.0] * len(_TILES) + [1.0]
+_GEMM_LOW = [0.1, 0.0, 0.6, 0.0, 0.5, 0.0] * len(_TILES) + [0.02]
+_GEMM_HIGH = [1.0, 10.0, 0.97, 0.5, 20.0, 1.0] * len(_TILES) + [1.0]
 
 
 def fit_gemm(table: GemmTable, gpu: GPU, flops: float, width: int) -> GemmFactors:
