@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +12,12 @@ import commandline
 from commandline import TOO_LARGE, Parser, UsageError, user_input
 from records.columns import SpillError
 from records.run import RunRecord, check_writable, to_json
+from simulator.bands import with_band
 from simulator.compare import compare, compare_json
+from simulator.flags import add_server_flags, options_of
 from simulator.report import render
 from simulator.run import OnProgress, RunResult, package_version, run
-from simulator.settings import Options, Setup, resolve
+from simulator.settings import Setup, resolve
 from traces import Trace, TraceError, TraceStream, find_trace, stream_trace
 
 
@@ -25,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["compare"]:
         return commandline.run(lambda: _compare(arguments[1:]))
+    if arguments[:1] in (["validate"], ["calibrate"]):
+        from simulator.measured import commands
+
+        command = commands.validate if arguments[0] == "validate" else commands.calibrate
+        return commandline.run(lambda: command(arguments[1:]))
     return commandline.run(lambda: _run(arguments))
 
 
@@ -34,9 +40,9 @@ def _run_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Replay a request trace against a model of a serving engine: what users would feel, "
         "what ran out, what to change.",
-        epilog="Another command: `python -m simulator compare RUN_A RUN_B` puts two run records side by "
-        "side.\nSizes without a unit are GiB, times without one are seconds. What is not given is "
-        "assumed, and the\nreport says so.",
+        epilog="Other commands: `compare RUN_A RUN_B` puts two run records side by side, `validate` holds "
+        "predictions\nagainst measured runs, `calibrate` fits step times to a server.\nSizes without a unit "
+        "are GiB, times without one are seconds. What is not given is assumed,\nand the report says so.",
     )
     parser.add_argument("--version", action="version", version=f"kvplan {package_version()}")
     add = parser.add_argument_group("load").add_argument
@@ -62,98 +68,7 @@ def _run_parser() -> argparse.ArgumentParser:
         help="first serve the prompts of the first N requests, unrecorded, so that the prefix cache is warm",
     )
     add("--until", type=float, metavar="S", help="stop the run at this time")
-    add = parser.add_argument_group("machine").add_argument
-    add(
-        "--model",
-        metavar="NAME",
-        help="a catalogue name or a path to a Hugging Face config.json (llama-3.1-8b)",
-    )
-    add("--gpu", metavar="NAME", help="a catalogue name or a JSON file (h100-sxm)")
-    add(
-        "--tensor-parallel-size",
-        "--tp",
-        type=int,
-        metavar="N",
-        help="GPUs that share each layer (1)",
-    )
-    add("--weight-dtype", metavar="DTYPE", help="bf16, fp16, fp8, int8, int4 (the model's own)")
-    add(
-        "--kv-cache-dtype",
-        "--kv-dtype",
-        metavar="DTYPE",
-        help="bf16, fp16, fp8, int8, int4 (as the activations)",
-    )
-    add(
-        "--cost-model",
-        metavar="MODEL",
-        help="physical, constant:20ms, linear:base=5ms,per_token=20us,per_seq=50us, profile:FILE (measured, "
-        "by python -m gpu_backend profile), or no-cache (no KV cache at all) (physical)",
-    )
-    add = parser.add_argument_group(
-        "KV memory (one of the first two; else what the GPU has left)"
-    ).add_argument
-    add(
-        "--kv-gb",
-        metavar="SIZE",
-        help="usable KV memory of one GPU: 60 and 60GiB are 60 x 2^30 bytes, 60GB is 60 x 10^9",
-    )
-    add(
-        "--num-gpu-blocks",
-        type=int,
-        metavar="N",
-        help="blocks as vLLM counts them, its null block included",
-    )
-    add("--gpu-memory-utilization", type=float, metavar="F", help="share of the GPU to use (0.9)")
-    add("--block-size", type=int, metavar="N", help="tokens a block (16)")
-    add("--watermark", type=float, metavar="F", help="share of blocks an admission leaves free (0)")
-    add("--swap-space", metavar="SIZE", help="host memory a GPU, for --preemption-mode swap")
-    add = parser.add_argument_group("scheduler, named as in vLLM").add_argument
-    add(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        help="sequences at once (1024 on a GPU of 70 GiB or more, no A100; else 256)",
-    )
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        metavar="N",
-        help="token budget of a step (8192 on a GPU of 70 GiB or more, no A100; else 2048)",
-    )
-    add(
-        "--max-model-len",
-        type=int,
-        metavar="N",
-        help="prompt and output tokens of a sequence (the model's)",
-    )
-    add(
-        "--enable-chunked-prefill",
-        action=argparse.BooleanOptionalAction,
-        help="spread a prompt over steps (on)",
-    )
-    add(
-        "--long-prefill-token-threshold",
-        type=int,
-        metavar="N",
-        help="most prompt tokens a step for one sequence while there are others (off)",
-    )
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="(on)")
-    add(
-        "--scheduler-reserve-full-isl",
-        action=argparse.BooleanOptionalAction,
-        help="admit only what fits with all its present tokens (on)",
-    )
-    add(
-        "--scheduling-policy",
-        metavar="NAME",
-        help="fcfs, fcfs-fewest-lost, priority, priority-preemptive, or module:Class (fcfs)",
-    )
-    add("--preemption-mode", metavar="MODE", help="recompute or swap (recompute)")
-    add(
-        "--parallel-sampling",
-        metavar="MODE",
-        help="n > 1: fork (shares the prompt's blocks) or separate, as vLLM V1 (fork)",
-    )
+    add_server_flags(parser)
     add = parser.add_argument_group("result").add_argument
     add(
         "--slo",
@@ -166,6 +81,12 @@ def _run_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also run the change that the verdict names, and compare",
     )
+    add(
+        "--bands",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run twice more, with steps as short and as long as they may well be (on)",
+    )
     add("--out", type=Path, metavar="DIR", help="write the run record and pictures")
     add("--no-steps", action="store_true", help="leave steps.parquet out of the record")
     add("--json", action="store_true", help="print settings and metrics as JSON")
@@ -174,7 +95,9 @@ def _run_parser() -> argparse.ArgumentParser:
 
 def _run(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
-        raise UsageError(f"unknown command {argv[0]!r}, expected compare or flags")
+        raise UsageError(
+            f"unknown command {argv[0]!r}, expected compare, validate, calibrate or flags"
+        )
     parser = _run_parser()
     args = parser.parse_args(argv)
     with user_input():
@@ -182,10 +105,12 @@ def _run(argv: list[str]) -> int:
             raise ValueError("--no-steps has no effect without --out")
         if args.out is not None:
             check_writable(args.out)  # before the work, not after it
-        setup = resolve(_options(args))
+        setup = resolve(options_of(args))
         path, origin = find_trace(args.trace)
         trace = stream_trace(path, args.format, args.strict)
     result = _with_progress(setup, trace, args.strict)
+    if args.bands:
+        result = with_band(result, setup)
     if args.out is not None:
         with user_input():
             _write(result.record, args.out, setup, steps=not args.no_steps)
@@ -207,10 +132,6 @@ def _run(argv: list[str]) -> int:
     return 0 if _limits_hold(result.record) else 1
 
 
-def _options(args: argparse.Namespace) -> Options:
-    return Options(**{field.name: getattr(args, field.name) for field in fields(Options)})
-
-
 class _Tried(NamedTuple):
     text: str
     as_json: dict[str, Any] | None
@@ -224,7 +145,7 @@ def _try_change(parser: argparse.ArgumentParser, argv: list[str], result: RunRes
             "nothing; what would help is not a matter of flags, or nothing is needed", None
         )
     try:
-        setup = resolve(_options(parser.parse_args([*argv, *flags])))
+        setup = resolve(options_of(parser.parse_args([*argv, *flags])))
     except ValueError as error:
         return _Tried(f"{' '.join(flags)}, which cannot be run: {error}", None)
     try:

@@ -65,6 +65,7 @@ def render(result: RunResult, setup: Setup, origin: str) -> str:
         _what_was_run(setup, trace, origin),
         _outcome(record),
         _latency(summary),
+        _band(summary),
         _goodput(summary),
         _kv(record, trace),
         _work(summary),
@@ -200,6 +201,32 @@ def _latency(summary: Mapping[str, Any]) -> list[str]:
         "TTFT first token, TPOT mean time per token after it (a value a request), ITL every gap between "
         "tokens (pooled), E2E last token, queue time until first scheduled",
     )
+    return lines
+
+
+def _band(summary: Mapping[str, Any]) -> list[str]:
+    """Low, best and high of the statistics that people plan with."""
+    band = summary.get("band")
+    if band is None:
+        return []
+    low, high = band["scale"]
+    lines = [
+        f"Band: the same with every step x {low:g} and x {high:g} ({band['why']})",
+        "  " + " " * _LABEL + "".join(f"{name:>22}" for name in ("p50", "p95", "p99")),
+    ]
+    for name, label in (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E")):
+        ends = [
+            [format_seconds(band[end][name][rank]) for end in ("low", "high")]
+            for rank in ("p50", "p95", "p99")
+        ]
+        cells = "".join(f"{' - '.join(pair):>22}" for pair in ends)
+        lines.append(f"  {label:<{_LABEL}}{cells}")
+    if band["low"]["attainment"] is not None:
+        lines += _line(
+            "limits met",
+            f"{format_share(band['high']['attainment'])} to {format_share(band['low']['attainment'])} of all "
+            "requests",
+        )
     return lines
 
 

@@ -23,7 +23,16 @@ from blockmanager.ledger_gpu import (
     weight_bytes,
 )
 from blockmanager.manager import BlockManager
-from catalog import DTYPE_BITS, GPU, ModelShape, load_gpu, load_model, pipeline_stage
+from catalog import (
+    DTYPE_BITS,
+    GPU,
+    KVDtype,
+    ModelShape,
+    WeightDtype,
+    load_gpu,
+    load_model,
+    pipeline_stage,
+)
 from catalog.gpus import peak_flops
 from records.slo import NO_LIMITS, Limits, parse_limits
 from scheduler.config import SchedulerConfig
@@ -41,6 +50,14 @@ DEFAULT_BLOCK_SIZE = 16
 MAX_INT = 2**31 - 1
 """Of a count in a flag; more is a slip of the finger."""
 MAX_BYTES = 2**60
+
+
+class Band(NamedTuple):
+    """How much longer or shorter than predicted steps may well be."""
+
+    low: float
+    high: float
+    why: str
 
 
 class Setting(NamedTuple):
@@ -107,6 +124,7 @@ class Setup:
     weight_bytes: int = 0
     async_scheduling: bool = False
     frontend_ns: int = 0
+    band: Band | None = None
     peak_flops: float = 0.0
     """FLOP/s of one GPU at the weights' dtype."""
 
@@ -214,6 +232,7 @@ def resolve(options: Options) -> Setup:
         weight_bytes=weight_bytes(stage, weight_dtype, tp).total,
         async_scheduling=serving.async_scheduling,
         frontend_ns=serving.frontend_ns,
+        band=serving.band,
         peak_flops=peak_flops(gpu, weight_dtype).flops,
     )
 
@@ -221,14 +240,15 @@ def resolve(options: Options) -> Setup:
 class _Serving(NamedTuple):
     async_scheduling: bool
     frontend_ns: int
+    band: Band | None
 
 
 def _cost(
     r: _Resolver,
     shape: ModelShape,
     gpu: GPU,
-    weight_dtype: str,
-    kv_dtype: str,
+    weight_dtype: WeightDtype,
+    kv_dtype: KVDtype,
     tp: int,
     pp: int,
     block_size: int,
@@ -273,7 +293,11 @@ def _cost(
         enforce_eager=r.take("enforce_eager", False, "CUDA graphs, as vLLM's default"),
         factors=factors,
     )
-    return cost, _Serving(asynchronous, round(latency * 1e9))
+    band = None
+    if is_physical:
+        low, high = factors.band
+        band = Band(low, high, f"step times: {factors.basis}")
+    return cost, _Serving(asynchronous, round(latency * 1e9), band)
 
 
 def _scheduler_config(r: _Resolver, shape: ModelShape, gpu: GPU) -> SchedulerConfig:

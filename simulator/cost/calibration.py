@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from simulator.cost.factors import Factors
 
@@ -33,8 +33,14 @@ class Calibration:
     gpu: str = ""
     fitted_on: str = ""
     """The run, how many of its requests, and how far off the others are."""
-    residuals: dict[str, list[float]] = field(default_factory=dict)
-    """Of each metric: least and most of measured / predicted - 1 on what was held out."""
+    residuals: dict[str, float] = field(default_factory=dict)
+    """Of each statistic: measured / predicted - 1 on what was held out."""
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Measured over predicted time per output token of what was held out, and 2 % at least."""
+        found = [1 + value for name, value in self.residuals.items() if name.startswith("TPOT")]
+        return min([0.98, *found]), max([1.02, *found])
 
     def apply(self, factors: Factors, model: str, gpu: str) -> Factors:
         """``factors`` as this server has them.
@@ -49,11 +55,9 @@ class Calibration:
             for name in ("step_s", "sequence_s", "frontend_s")
             if (value := getattr(self, name)) is not None
         }
-        scaled = factors.scaled(
-            weights=self.weights, compute=self.compute, kv=self.kv, **serving
-        )
+        scaled = factors.scaled(weights=self.weights, compute=self.compute, kv=self.kv, **serving)
         about = f"calibrated: {self.fitted_on}; over {factors.about}"
-        return replace(scaled, basis="calibrated", about=about)
+        return replace(scaled, basis="calibrated", about=about, band=self.band)
 
     def write(self, path: Path) -> None:
         """As JSON. Raises ``OSError``."""
@@ -75,11 +79,13 @@ class Calibration:
             )
         for name in ("weights", "compute", "kv", "step_s", "sequence_s", "frontend_s"):
             value = data.get(name)
-            if value is None and name.endswith("_s"):
+            is_time = name.endswith("_s")
+            if value is None and is_time:
                 continue
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value) or value < 0 or (
-                value == 0 and not name.endswith("_s")
-            ):
+            if not _is_finite(value) or value < 0 or (value == 0 and not is_time):
                 raise CalibrationError(f"{path}: {name} is {value!r}, expected a positive number")
         return cls(**data)
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

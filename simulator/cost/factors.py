@@ -35,6 +35,11 @@ class ServingFactors:
     """Work of the host for a step: scheduling, inputs, outputs. Hidden behind the GPU where scheduling
     is asynchronous."""
     host_sequence_s: float
+    piece_s: float
+    """Of each attention layer of a step with prompts in it, whose CUDA graph is in pieces: the launches
+    between them."""
+    fixed_share: float
+    """What is left of a kernel's fixed time where others run before and after it."""
     launch_s: float
     """Of a kernel, where no CUDA graph launches it (``--enforce-eager``)."""
     frontend_s: float
@@ -64,6 +69,8 @@ SERVING_MEANING: Mapping[str, str] = {
     "sequence_s": "and for each sequence",
     "host_step_s": "host time of a step",
     "host_sequence_s": "and for each sequence",
+    "piece_s": "launches at an attention layer of a step with prompts",
+    "fixed_share": "share of a kernel's fixed time that shows",
     "launch_s": "launch of a kernel without CUDA graphs",
     "frontend_s": "between client and scheduler",
     "elementwise_bandwidth": "share of peak bandwidth, norms, activations, KV writes, sampling",
@@ -89,6 +96,8 @@ class Factors:
     basis: Basis
     about: str
     """On what they were fitted and how far off they are there; for the report."""
+    band: tuple[float, float] = (1.0, 1.0)
+    """Measured over predicted step times of most servers that were not fitted: least and most."""
 
     def scaled(
         self, *, weights: float = 1.0, compute: float = 1.0, kv: float = 1.0, **serving: float
@@ -111,16 +120,47 @@ class Factors:
             ),
         )
 
+    def slower(self, times: float) -> Factors:
+        """Every fixed time ``times`` as long (but the way between client and scheduler)."""
+
+        def longer(part: Any) -> Any:
+            return part._replace(
+                **{
+                    name: value * times
+                    for name, value in part._asdict().items()
+                    if name.endswith("_s")
+                }
+            )
+
+        serving = {
+            name: getattr(self.serving, name) * times
+            for name in self.serving.__dataclass_fields__
+            if name.endswith("_s") and name != "frontend_s"
+        }
+        return replace(
+            self,
+            gemm=self.gemm._replace(kernels=tuple(map(longer, self.gemm.kernels))),
+            gemm_8bit=self.gemm_8bit._replace(kernels=tuple(map(longer, self.gemm_8bit.kernels))),
+            decode=longer(self.decode),
+            prefill=longer(self.prefill),
+            reduce=longer(self.reduce),
+            serving=replace(self.serving, **serving),
+        )
+
 
 def _scaled_gemm(factors: GemmFactors, weights: float, compute: float) -> GemmFactors:
     return factors._replace(
         kernels=tuple(
-            kernel._replace(
-                bandwidth=kernel.bandwidth * weights, compute=kernel.compute * compute
-            )
+            kernel._replace(bandwidth=kernel.bandwidth * weights, compute=kernel.compute * compute)
             for kernel in factors.kernels
         )
     )
+
+
+_ELSEWHERE: Basis = "datasheet only"
+"""Whose band serves every GPU without kernels of its own."""
+_NEWEST = "h100-sxm"
+"""Whose attention kernels are those of a current engine."""
 
 
 @cache
@@ -136,18 +176,26 @@ def factors_for(gpu: GPU) -> Factors:
     document = fitted()
     gpus: Mapping[str, Any] = document["gpus"]
     name, basis = _nearest(gpu, gpus)
-    return factors_from(gpus[name], document["serving"], basis, _about(gpu, name, basis))
+    entry = gpus[name]
+    if basis == "datasheet only":
+        # A table of attention kernels of 2024 is no guide to today's on a GPU that is in no table.
+        entry = {**entry, "decode": gpus[_NEWEST]["decode"], "prefill": gpus[_NEWEST]["prefill"]}
+    factors = factors_from(entry, document["serving"], basis, _about(gpu, name, basis))
+    low, high = document["bands"]["measured kernels" if basis == "measured kernels" else _ELSEWHERE]
+    return replace(factors, band=(low, high))
 
 
 def factors_from(
     entry: Mapping[str, Any], serving: Mapping[str, float], basis: Basis, about: str
 ) -> Factors:
     """One GPU's entry of the data file as factors."""
+    share = serving["fixed_share"]
+    decode, prefill = DecodeFactors(**entry["decode"]), PrefillFactors(**entry["prefill"])
     return Factors(
-        gemm=_gemm(entry["gemm"]),
-        gemm_8bit=_gemm(entry.get("gemm_8bit", entry["gemm"])),
-        decode=DecodeFactors(**entry["decode"]),
-        prefill=PrefillFactors(**entry["prefill"]),
+        gemm=_gemm(entry["gemm"], share),
+        gemm_8bit=_gemm(entry.get("gemm_8bit", entry["gemm"]), share),
+        decode=decode._replace(fixed_s=decode.fixed_s * share),
+        prefill=prefill._replace(fixed_s=prefill.fixed_s * share),
         reduce=ReduceFactors(**entry["reduce"]),
         serving=ServingFactors(**serving),
         basis=basis,
@@ -155,8 +203,12 @@ def factors_from(
     )
 
 
-def _gemm(entry: Mapping[str, Any]) -> GemmFactors:
-    return GemmFactors(tuple(GemmKernel(*row) for row in entry["kernels"]), entry["least_wave"])
+def _gemm(entry: Mapping[str, Any], fixed_share: float) -> GemmFactors:
+    kernels = (GemmKernel(*row) for row in entry["kernels"])
+    return GemmFactors(
+        tuple(kernel._replace(fixed_s=kernel.fixed_s * fixed_share) for kernel in kernels),
+        entry["least_wave"],
+    )
 
 
 def _nearest(gpu: GPU, gpus: Mapping[str, Any]) -> tuple[str, Basis]:
@@ -180,5 +232,6 @@ def _about(gpu: GPU, name: str, basis: Basis) -> str:
             "its datasheet"
         )
     return (
-        f"no kernel of {gpu.name} or its architecture was measured: shares of {name} x its datasheet"
+        f"no kernel of {gpu.name} or its architecture was measured: shares of {name} (attention: "
+        f"{_NEWEST}) x its datasheet"
     )

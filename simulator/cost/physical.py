@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -175,12 +176,13 @@ class PhysicalCost(TermModel):
             self._expert_activations_ns = act * parts.expert.activation_elements / memory
 
         groups = [group for group in shape.attention if group.kind != "recurrent"]
-        self.windows = tuple(
-            dict.fromkeys(_window(group) for group in groups)
-        ) or (FULL,)
+        self.windows = tuple(dict.fromkeys(_window(group) for group in groups)) or (FULL,)
         self.attention = tuple(
             (self.windows.index(_window(group)), self._attention(group)) for group in groups
         )
+        pieces = 0.0 if enforce_eager else serving.piece_s
+        self.prefill_fixed_ns = 1e9 * (factors.prefill.fixed_s + pieces)
+        """Of one layer."""
         self._num_attention_layers = sum(group.num_layers for group in groups)
 
         # Bytes for each token, sampled row, sequence or block; all layers together.
@@ -193,7 +195,7 @@ class PhysicalCost(TermModel):
         self.state_bytes = total(  # read and written
             2 * group.num_layers * group.state_bytes / tp for group in shape.attention
         )
-        self._block_bytes = block_size * kv_bytes
+        self._block_size, self._block_bytes = block_size, block_size * kv_bytes
         self.weight_bytes = total(gemm.weight_bytes for gemm in self.gemms)
         self.token_flops = total(gemm.flops for gemm in self.gemms)
         self.token_bytes = (
@@ -224,6 +226,30 @@ class PhysicalCost(TermModel):
         self._token_message = shape.hidden_size * act
         """Bytes that a token's hidden state takes."""
         self._reduces: dict[int, float] = {}
+
+    def slower(self, times: float) -> PhysicalCost:
+        """The same with every step ``times`` as long: as a GPU with all of its rates divided by that."""
+        gpu, factors = self.gpu, self.factors.slower(times)
+        gpu = replace(
+            gpu,
+            memory_bandwidth=gpu.memory_bandwidth / times,
+            flops={dtype: rate / times for dtype, rate in gpu.flops.items()},
+            link_bandwidth=gpu.link_bandwidth / times,
+            host_bandwidth=gpu.host_bandwidth / times,
+        )
+        return PhysicalCost(
+            self.shape,
+            gpu,
+            weight_dtype=self._weight_dtype,
+            kv_dtype=self._kv_dtype,
+            tp=self.tp,
+            pp=self.pp,
+            block_size=self._block_size,
+            swap_memory=self._swap_memory,
+            async_scheduling=self.async_scheduling,
+            enforce_eager=self.enforce_eager,
+            factors=factors,
+        )
 
     def _gemm_cost(self, gemm: Gemm) -> _GemmCost:
         is_8bit = not gemm.wide and self._weight_as in ("fp8", "int8")
@@ -403,7 +429,7 @@ class PhysicalCost(TermModel):
                 prefill = prefill + cost.num_layers * (
                     (attention.prefill_kv - tokens) / parts * cost.expand_ns
                 )
-            prefill = prefill + layers * (1e9 * prefill_factors.fixed_s)
+            prefill = prefill + layers * self.prefill_fixed_ns
         elif work.num_decodes:
             decode = decode + layers * (1e9 * decode_factors.fixed_s)
         return {"attention_decode": decode, "attention_prefill": prefill}

@@ -101,7 +101,7 @@ def _physical(cost: PhysicalCost, max_tokens: int, max_seqs: int) -> PriceTables
                 layers * (1e9 * decode.fixed_s),
                 1e9 * prefill.key_s,
                 prefill.overlap,
-                layers * (1e9 * prefill.fixed_s),
+                layers * cost.prefill_fixed_ns,
             ]
         ),
         scalars=np.array(

