@@ -231,7 +231,7 @@ class Sampler:
         counts = [states[i].params.logprobs or 0 for i in rows]
 
         processed = _with_penalties(_with_masks(logits, states), states)
-        token_ids = processed.argmax(dim=-1)  # the first of equals, on every device
+        token_ids = _argmax(processed)
         best = processed.gather(-1, token_ids[:, None])  # NaN counts as largest
         failed = ~best[:, 0].isfinite()
         if processed is not logits:  # a mask may have hidden a NaN
@@ -438,6 +438,14 @@ def _draw_from_nucleus(
     values = values.masked_fill(filtered & (before >= needed), -math.inf)
     chosen = (values + gumbel_noise(keys, ids)).argmax(dim=-1, keepdim=True)
     return ids.gather(-1, chosen)[:, 0]
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Of each row the place of the largest, the first of equals; NaN counts as largest. On a CPU by
+    numpy, which compares a vector at a time where torch compares one by one."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.argmax(logits.numpy(), axis=-1))
+    return logits.argmax(dim=-1)
 
 
 def _hash(*words: int) -> int:

@@ -110,7 +110,8 @@ def _run(argv: list[str]) -> int:
         trace = stream_trace(path, args.format, args.strict)
     result = _with_progress(setup, trace, args.strict)
     if args.bands:
-        result = with_band(result, setup)
+        with user_input():
+            result = with_band(result, setup)
     if args.out is not None:
         with user_input():
             _write(result.record, args.out, setup, steps=not args.no_steps)

@@ -24,6 +24,13 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="GPUs that share each layer (1)",
     )
+    add(
+        "--pipeline-parallel-size",
+        "--pp",
+        type=int,
+        metavar="N",
+        help="stages that the layers are divided into (1)",
+    )
     add("--weight-dtype", metavar="DTYPE", help="bf16, fp16, fp8, int8, int4 (the model's own)")
     add(
         "--kv-cache-dtype",

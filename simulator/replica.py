@@ -122,6 +122,10 @@ class Replica:
             else:
                 self._submit(arrival)
 
+    def see_rest(self) -> None:
+        """Whoever came during the last step, when the run is over."""
+        self._see_all()
+
     def _see_all(self) -> None:
         unseen, self._unseen = self._unseen, []
         for arrival in unseen:
@@ -266,6 +270,7 @@ class Replica:
 
     def _stand_still(self, plan: StepPlan) -> Process:
         """Nobody can compute now: wait for what could change that."""
+        self._is_busy = False  # no step is scheduled ahead of who comes now
         self._recorder.idle_preemptions(plan)
         self._scheduler.update(plan, StepResult(0))
         if plan.preempted:
@@ -320,7 +325,7 @@ def simulate(
     finish are ``unfinished``.
     """
     env = simpy.Environment()
-    Replica(
+    replica = Replica(
         env,
         scheduler,
         cost,
@@ -333,4 +338,5 @@ def simulate(
         on_progress=on_progress,
     )
     env.run()
+    replica.see_rest()
     recorder.unfinished([*scheduler.running, *scheduler.swapped, *scheduler.waiting])

@@ -469,7 +469,10 @@ def test_gpu_from_a_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(GPU_FILE))
     gpu = load_gpu(str(path))
     assert (gpu.name, gpu.link, gpu.link_bandwidth) == ("mygpu", "PCIe", 3e10)
-    assert gpu.assumptions == ("no link_bandwidth given: peers talk over PCIe",)
+    assert gpu.assumptions == (
+        "no link_bandwidth given: peers talk over PCIe",
+        "no num_sms given: 132 multiprocessors",
+    )
 
 
 @pytest.mark.parametrize(

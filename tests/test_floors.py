@@ -21,7 +21,7 @@ FLOORS: dict[str, set[str]] = {
     "traces": {"commandline", "scheduler", "records", "blockmanager", "numpy", "pandas", "pyarrow"},
     "simulator": {
         *("commandline", "catalog", "blockmanager", "scheduler", "records", "traces"),
-        *("numpy", "simpy", "pandas", "pyarrow", "matplotlib", "numba"),
+        *("numpy", "simpy", "pandas", "pyarrow", "matplotlib", "numba", "scipy"),
     },
     "gpu_backend": {
         *("commandline", "catalog", "blockmanager", "scheduler", "records", "traces"),

@@ -121,19 +121,15 @@ def _recorded(folder: Path, given: Options) -> RequestLog:
 
 def _gpu_of(device: str) -> str:
     """A catalogue name for what a driver calls the GPU."""
-    bare = (
-        device.lower()
-        .replace("nvidia", "")
-        .replace("geforce", "")
-        .replace(" ", "")
-        .replace("-", "")
-    )
-    for name in sorted(gpu_names(), key=len, reverse=True):
-        if bare.startswith(name.replace("-", "")) or name.replace("-", "").startswith(bare):
-            return name
+    words = [word for word in device.split() if word.lower() not in ("nvidia", "geforce")]
     try:
-        return load_gpu(device).name
+        return load_gpu(" ".join(words)).name
     except CatalogError as error:
+        bare = "".join(words).lower().replace("-", "")
+        for name in sorted(gpu_names(), key=len, reverse=True):
+            plain = name.replace("-", "")
+            if bare.startswith(plain) or plain.startswith(bare):
+                return name
         raise TableError(f"GPU {device!r} of the log: {error}; name it with --gpu") from None
 
 

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 
 from catalog import load_gpu
@@ -53,12 +49,21 @@ def write_log_pictures(logs: Sequence[RequestLog], rows: Sequence[Compared], fol
         _log(log, factors, row.group, folder / f"{_file_name(log.run.name)}.png")
 
 
+def _subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, **options)
+
+
 def _file_name(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name).strip("-").lower()
 
 
 def _scatter(rows: Sequence[Compared], metrics: Sequence[str], title: str, path: Path) -> None:
-    figure, panels = plt.subplots(
+    figure, panels = _subplots(
         1, len(metrics), figsize=(4.4 * len(metrics), 4.4), layout="constrained"
     )
     for axes, metric, colour in zip(np.atleast_1d(panels), metrics, _COLOURS, strict=False):
@@ -73,19 +78,25 @@ def _scatter(rows: Sequence[Compared], metrics: Sequence[str], title: str, path:
 
 
 def _diagonal(axes: Any, measured: Any, predicted: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     low = 0.85 * min(measured.min(), predicted.min())
     high = 1.18 * max(measured.max(), predicted.max())
     line = np.array([low, high])
     axes.plot(line, line, color="#555555", linewidth=1, label="equal")
     axes.fill_between(line, line * 0.9, line * 1.1, color="#bbbbbb", alpha=0.4, label="10 % off")
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("measured (s)")
     axes.set_ylabel("predicted (s)")
     axes.legend(loc="upper left", fontsize=8, frameon=False)
 
 
 def _by_load(rows: Sequence[Compared], path: Path) -> None:
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True)
+    figure, panels = _subplots(1, 2, figsize=(10, 4), layout="constrained", sharex=True)
     users = np.array([int(row.name.rsplit(" c", 1)[1]) for row in rows])
     for axes, metric, colour in zip(panels, ("TTFT mean", "TPOT mean"), _COLOURS, strict=False):
         errors = 100 * np.array([row.error(metric) for row in rows])
@@ -107,7 +118,7 @@ def _log(log: RequestLog, factors: Any, basis: str, path: Path) -> None:
     simulated = simulate_run(log.run, factors)
     found = times_of(simulated.requests)
     ids = [name for name in log.ids if name in found]
-    figure, panels = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, panels = _subplots(2, 2, figsize=(11, 7), layout="constrained")
     order = np.arange(len(ids))
     for axes, metric in zip(panels[0], ("ttft", "e2e"), strict=True):
         for label, source, colour in (
@@ -149,5 +160,7 @@ def _log(log: RequestLog, factors: Any, basis: str, path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
     figure.savefig(path, dpi=_DPI)
     plt.close(figure)

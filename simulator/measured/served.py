@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,8 +50,6 @@ class ServedRun:
     metrics: Callable[[Columns], Metrics]
     """The same from the rows of a simulated run."""
     notes: tuple[str, ...] = ()
-    detail: Mapping[str, Any] = field(default_factory=dict)
-    """Per-request rows and time series, where there are any."""
 
 
 class Simulated(NamedTuple):
@@ -140,19 +138,13 @@ def experiments(folder: Path, *, stage_s: float | None = None) -> list[ServedRun
             continue
         # Ids of the two parts overlap: only one of them has loads recorded.
         load = loads.get(row["exp_id"]) if row["split"] == "trainval" else None
-        stages = {
-            int(other["stage_index"]): other
-            for other in measured
-            if other["experiment"] == row["experiment"] and other["stage_index"] != "-1"
-        }
-        runs.append(_experiment(row, load, stages, stage_s))
+        runs.append(_experiment(row, load, stage_s))
     return runs
 
 
 def _experiment(
     row: Mapping[str, str],
     load: Mapping[str, str] | None,
-    stages: Mapping[int, Mapping[str, str]],
     stage_s: float | None,
 ) -> ServedRun:
     kind, is_lite = row["workload"], "lite" in row["experiment"]
@@ -196,13 +188,13 @@ def _experiment(
             "E2E mean": e2e,
             "TTFT mean": ttft,
             "ITL mean": itl,
+            "ITL of asked": (e2e - ttft) / (output - 1),
             "E2E p99": float(row["e2e_p99_ms"]) / 1e3,
             "TTFT p99": float(row["ttft_p99_ms"]) / 1e3,
         },
         by_client=True,
         metrics=_experiment_metrics,
         notes=tuple(notes),
-        detail={"stages": dict(stages), "plan": plan, "asked_itl": (e2e - ttft) / (output - 1)},
     )
 
 
@@ -214,6 +206,7 @@ def _experiment_metrics(requests: Columns) -> Metrics:
         "E2E mean": e2e,
         "TTFT mean": ttft,
         "ITL mean": (e2e - ttft) / (outputs - 1),
+        "ITL of asked": (e2e - ttft) / (outputs - 1),
         "E2E p99": float(np.percentile(times.e2e, 99)) / NS,
         "TTFT p99": float(np.percentile(times.ttft, 99)) / NS,
     }

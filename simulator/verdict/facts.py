@@ -165,7 +165,10 @@ class Facts:
     def _take_queue(self) -> None:
         steps = self.steps
         self.p99_step = steps.percentile("duration_ns", 99) or 0.0
-        is_queued = self.was_in & (self.wait > QUEUED_STEPS * self.p99_step)
+        # Steps scheduled one ahead keep an arrival out of one step more.
+        most_steps = QUEUED_STEPS + self.setup.async_scheduling
+        limit = most_steps * self.p99_step + self.setup.frontend_ns
+        is_queued = self.was_in & (self.wait > limit)
         self.queued_share = int(np.count_nonzero(is_queued)) / max(self.num_requests, 1)
         self.first_arrival, self.last_arrival = int(self.arrivals[0]), int(self.arrivals[-1])
         self.span = self.last_arrival - self.first_arrival

@@ -133,7 +133,7 @@ def _sentence(facts: Facts, state: State) -> str:
             what = "clients give up before they are served to the end."
         text = (
             f"Backlogged: {facts.queued_share:.0%} of the requests waited longer than "
-            f"two long steps, but {what}"
+            f"{'three' if facts.setup.async_scheduling else 'two'} long steps, but {what}"
         )
     else:
         text = "Stable: requests are served as they come."

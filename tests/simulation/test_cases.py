@@ -13,6 +13,7 @@ from records.metrics import identity_errors
 from records.run import RunRecord
 from simulator.__main__ import _run_parser
 from simulator.cost import ConstantCost, PhysicalCost
+from simulator.cost.calibration import Calibration
 from simulator.settings import Options
 from tests.simulation.command import (
     Ran,
@@ -361,7 +362,7 @@ def test_si_06_cached_prefills_take_time_and_the_run_ends(
     assert result.record.summary["kv"]["prefix_hit_rate"] == 0.75
     # What the warm-up computed is neither a request nor a step of the run.
     assert len(requests["id"]) == 1000
-    assert steps["start_ns"][0] == 0
+    assert steps["start_ns"][0] < 1e8
     if cost_model == "physical":
         assert min(least_granted) >= 1
 
@@ -387,9 +388,13 @@ EFFECTS = {
     "model": Effect("--model qwen2.5-7b", "kv.bytes_per_token"),
     "gpu": Effect("--gpu a100-80gb", "tpot_s.mean"),
     "tensor_parallel_size": Effect("--tensor-parallel-size 2", "kv.bytes_per_token"),
+    "pipeline_parallel_size": Effect("--pipeline-parallel-size 2", "kv.bytes_per_token"),
     "weight_dtype": Effect("--weight-dtype fp8", "tpot_s.mean"),
     "kv_cache_dtype": Effect("--kv-cache-dtype fp8", "kv.bytes_per_token"),
     "cost_model": Effect("--cost-model constant:20ms", "itl_s.p50"),
+    "async_scheduling": Effect("--no-async-scheduling", "tpot_s.mean"),
+    "enforce_eager": Effect("--enforce-eager", "ttft_s.mean", "--model llama-3.2-1b"),
+    "frontend_latency": Effect("--frontend-latency 0.1", "ttft_s.mean"),
     "kv_gb": Effect("--kv-gb 1.5", "kv.num_blocks"),
     "num_gpu_blocks": Effect("--num-gpu-blocks 100", "kv.num_blocks"),
     "gpu_memory_utilization": Effect("--gpu-memory-utilization 0.8", "kv.num_blocks"),
@@ -474,9 +479,44 @@ def test_si_09_every_flag_is_tested_here() -> None:
     assert EFFECTS.keys() <= names
 
 
+def test_si_09_flag_calibration(load: Path, tmp_path: Path) -> None:
+    file = tmp_path / "server.json"
+    Calibration(weights=0.5, model="llama-3.1-8b", gpu="h100-sxm", fitted_on="two requests").write(
+        file
+    )
+    plain, slower = (
+        command("--trace", load, "--json", *flags) for flags in ((), ("--calibration", file))
+    )
+    assert slower.summary["tpot_s"]["mean"] > 1.5 * plain.summary["tpot_s"]["mean"]
+    assert slower.document["settings"]["sources"]["calibration"]["source"] == "given"
+    assert slower.summary["band"]["why"] == "step times: calibrated"
+    is_refused(command("--trace", load, "--calibration", file, "--gpu", "h200"), "h100-sxm", "h200")
+    is_refused(command("--trace", load, "--calibration", tmp_path / "none.json"), "none.json")
+    is_refused(
+        command("--trace", load, "--calibration", file, "--cost-model", "constant:1ms"),
+        "no effect",
+    )
+
+
+def test_si_09_flag_bands(load: Path) -> None:
+    ran, without = (
+        command("--trace", load, "--json"),
+        command("--trace", load, "--json", "--no-bands"),
+    )
+    band = ran.summary["band"]
+    assert band["scale"][0] < 1 < band["scale"][1]
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        low, high = (band[end][name]["p50"] for end in ("low", "high"))
+        assert low < ran.summary[name]["p50"] < high
+    assert "band" not in without.summary
+    assert {**without.summary, "band": band} == ran.summary
+    assert "Band" in command("--trace", load).out
+    assert "Band" not in command("--trace", load, "--cost-model", "constant:1ms").out
+
+
 def test_si_09_every_option_is_a_flag_and_is_in_the_settings(load: Path) -> None:
     options = set(Options.__dataclass_fields__)
-    assert options == EFFECTS.keys()
+    assert options == EFFECTS.keys() | {"calibration"}
     settings = command("--trace", load, "--json").document["settings"]
     not_asked = {"kv_gb", "swap_space"}  # recorded as bytes; nothing where there is no swap
     missing = options - not_asked - settings.keys()

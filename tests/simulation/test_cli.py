@@ -443,7 +443,18 @@ def test_a_run_in_which_nothing_refused_is_not_told_to_see_the_refusals(two: Pat
 def written(burst: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Ran]:
     """Records of a tight and of a roomy run, and what the first printed."""
     folder = tmp_path_factory.mktemp("runs")
-    tight = command("--trace", burst, "--num-gpu-blocks", 41, "--json", "--out", folder / "tight")
+    tight = command(
+        *(
+            "--trace",
+            burst,
+            "--num-gpu-blocks",
+            41,
+            "--json",
+            "--no-bands",
+            "--out",
+            folder / "tight",
+        )
+    )
     roomy = command("--trace", burst, "--kv-gb", 20, "--no-steps", "--out", folder / "roomy")
     assert (tight.code, tight.err, roomy.code, roomy.err) == (0, "", 0, "")
     assert f"Written: {folder / 'roomy'}" in roomy.out
@@ -1051,7 +1062,7 @@ def test_any_trace_through_the_command_line(
             flags += [flag, value]
     with tempfile.TemporaryDirectory() as folder:
         trace = write_trace(Path(folder) / "any.jsonl", rows)
-        ran = command("--trace", trace, *flags, "--json", main=simulator_main)
+        ran = command("--trace", trace, *flags, "--json", "--no-bands", main=simulator_main)
     assert ran.code in (0, 1)
     assert ran.err == ""
     assert ran.document == {

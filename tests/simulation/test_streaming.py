@@ -180,7 +180,7 @@ def test_a_change_that_cannot_be_tried_leaves_the_report(
         path.unlink()
 
     monkeypatch.setattr(TraceStream, "__iter__", once)
-    done = command("--trace", path, "--num-gpu-blocks", 300, "--try-change")
+    done = command("--trace", path, "--num-gpu-blocks", 300, "--try-change", "--no-bands")
     assert done.code == 0
     assert "Verdict" in done.out
     assert "could not be run: trace" in done.out

