@@ -123,7 +123,7 @@ def test_calibrate_and_use_it(slow_server: Path, tmp_path: Path) -> None:
             "--measured",
             slow_server,
             "--max-error",
-            "5%",
+            "10%",
             "--calibration",
             file,
             "--json",

@@ -228,7 +228,7 @@ def growing(count: int) -> Rows:
 
 
 def test_preemption_jitter() -> None:
-    load = plant(growing(150), kv_gb="1.45", slo="itl<=60ms")
+    load = plant(growing(150), kv_gb="1.42", slo="itl<=50ms")
     assert said(load) == ("stable", "preemption jitter")
     assert load.summary["kv"]["preemptions"] > 0
     better = load.changed()
