@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 
 from blockmanager.content import ExtraKeys, HashedContent, KeyChain, TokenContent
 from scheduler.request import Request
-from traces import Arrival, read_trace
+from traces import Arrival, TraceError, default_trace_path, read_trace
 from traces.__main__ import main
 from traces.describe import Peak, describe, describe_arrivals
-from traces.prefix import PrefixHits, ideal_prefix_hits
+from traces.pictures import dispersion_by_window, write_picture
+from traces.prefix import PrefixHits, ideal_prefix_hits, prompt_chains
+from traces.reuse import ReuseCurve, reuse_curve
 
 S = 1_000_000_000
 
@@ -273,3 +277,201 @@ def test_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFix
         main(arguments)
     assert stopped.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def curve(*arrivals: Arrival, block_size: int | None = None) -> ReuseCurve:
+    found = reuse_curve(arrivals, block_size)
+    assert found is not None
+    return found
+
+
+def chain(*path: int, tail: int = 4) -> Arrival:
+    """A prompt of blocks of 4 tokens, its ids made from the path, so that they form a tree."""
+    ids = [hash(path[: depth + 1]) for depth in range(len(path))]
+    return hashed(ids, 4 * (len(ids) - 1) + tail)
+
+
+def test_a_block_needs_a_pool_as_deep_as_what_came_between() -> None:
+    a, b = chain(1, 2), chain(5, 6, 7)
+    found = curve(a, b, a)
+    # After b, 3 blocks are above a's head, and its tail lies one deeper.
+    assert found.needed_blocks.tolist() == [4, 5]
+    assert [found.lru(n) for n in (0, 3, 4, 5, 99)] == [0, 0, 4 / 28, 8 / 28, 8 / 28]
+    assert (found.ideal, found.largest, found.unique_blocks) == (8 / 28, 5, 5)
+    # Whoever knows that b does not come back keeps a.
+    assert [found.ceiling(n) for n in (0, 1, 2, 3)] == [0, 4 / 28, 8 / 28, 8 / 28]
+
+
+PROMPTS = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12
+)
+
+
+@given(prompts=PROMPTS)
+def test_the_curve_is_what_an_lru_pool_of_each_size_does(prompts: list[tuple[int, ...]]) -> None:
+    arrivals = [chain(*path) for path in prompts]
+    found = curve(*arrivals)
+    for size in range(1, 20):
+        pool: OrderedDict[tuple[int, ...], None] = OrderedDict()
+        hit = 0
+        for path in prompts:
+            keys = [path[: depth + 1] for depth in range(len(path))]
+            hit += next((i for i, key in enumerate(keys) if key not in pool), len(keys))
+            for key in reversed(keys):
+                pool[key] = None
+                pool.move_to_end(key)
+            while len(pool) > size:
+                pool.popitem(last=False)
+        assert found.lru(size) == pytest.approx(4 * hit / found.prompt_tokens)
+    ideal = ideal_prefix_hits(arrivals)
+    assert ideal is not None
+    assert found.ideal == pytest.approx(ideal.token_hit_rate)
+    assert found.unique_blocks == ideal.unique_blocks
+
+
+@given(prompts=PROMPTS.filter(lambda prompts: len(prompts) <= 6))
+def test_no_choice_of_what_to_keep_beats_the_ceiling(prompts: list[tuple[int, ...]]) -> None:
+    """All subsets of the blocks at hand are tried after each request."""
+    found = curve(*(chain(*path) for path in prompts))
+    for size in (1, 2, 3):
+        best: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
+        for path in prompts:
+            keys = [path[: depth + 1] for depth in range(len(path))]
+            after: dict[frozenset[tuple[int, ...]], int] = {}
+            for pool, hits_before in best.items():
+                hit = next((i for i, key in enumerate(keys) if key not in pool), len(keys))
+                there = sorted(pool | set(keys))
+                for kept in itertools.combinations(there, min(size, len(there))):
+                    key = frozenset(kept)
+                    after[key] = max(after.get(key, 0), hits_before + hit)
+            best = after
+        assert found.ceiling(size) == pytest.approx(4 * max(best.values()) / found.prompt_tokens)
+
+
+@given(prompts=PROMPTS)
+def test_curves_rise_to_the_ideal_and_lru_stays_below_the_ceiling(
+    prompts: list[tuple[int, ...]],
+) -> None:
+    found = curve(*(chain(*path) for path in prompts))
+    rates = [(found.lru(n), found.ceiling(n)) for n in range(30)]
+    for (lru, ceiling), (next_lru, next_ceiling) in itertools.pairwise(rates):
+        assert lru <= ceiling + 1e-12
+        assert lru <= next_lru
+        assert ceiling <= next_ceiling
+    assert rates[-1] == (found.ideal, found.ideal)
+    assert rates[min(found.largest, 29)][0] == found.ideal
+
+
+def test_chains_know_where_each_block_came_before() -> None:
+    chains = prompt_chains([chain(1, 2, tail=1), chain(1, 2, tail=3), chain(1, 3)])
+    assert chains is not None
+    assert chains.previous.tolist() == [-1, -1, 0, 1, 2, -1]
+    assert chains.hit_tokens.tolist() == [0, 0, 4, 1, 4, 0]
+    assert chains.depth.tolist() == [0, 1, 0, 1, 0, 1]
+    assert prompt_chains([Arrival(Request(id="r", num_prompt_tokens=1), 1)]) is None
+
+
+def test_prompts_without_a_whole_block_have_an_empty_curve() -> None:
+    short = Arrival(Request(id="r", num_prompt_tokens=3, content=TokenContent.of([1, 2, 3])), 1)
+    found = curve(short, short)
+    assert (found.ideal, found.largest, found.ceiling(5), found.sizes()) == (0, 0, 0, [1])
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("conversation", (4.5, 11.4, 21.6, 33.2, 36.2, 37.1)),
+        ("synthetic", (8.6, 28.5, 43.2, 63.6, 65.1, 65.1)),
+    ],
+)
+def test_mooncake_hit_rates_by_pool_size(
+    shared: Path, name: str, published: tuple[float, ...]
+) -> None:
+    trace = read_trace(shared / f"traces/mooncake/{name}_trace.jsonl")
+    found = curve(*trace.arrivals)
+    sizes = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000)
+    assert [100 * found.lru(size) for size in sizes] == pytest.approx(published, abs=0.06)
+    ideal = ideal_prefix_hits(trace.arrivals)
+    assert ideal is not None
+    assert found.ideal == ideal.token_hit_rate
+    assert found.unique_blocks == ideal.unique_blocks
+    ceilings = [found.ceiling(size) for size in sizes]
+    assert all(found.lru(size) <= ceiling for size, ceiling in zip(sizes, ceilings, strict=True))
+    assert ceilings[-1] == pytest.approx(found.ideal)
+
+
+def test_the_report_has_the_curve_and_what_is_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    row = {"prompt_tokens": 64, "output_tokens": 1, "hash_block_size": 32}
+    ids = ([1, 2], [3, 4], [1, 2], [3, 5])
+    rows = [{**row, "arrival_s": i, "hash_ids": pair} for i, pair in enumerate(ids)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["inspect", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "token hit rate by pool size" in text
+    assert "which requests are turns of one conversation" in " ".join(text.split())
+    assert main(["inspect", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["reuse"]["ideal"] == 3 / 8
+    assert report["reuse"]["points"] == [{"blocks": 5, "lru": 3 / 8, "ceiling": 3 / 8}]
+    assert report["reuse"]["ideal_from_blocks"] == 4
+    assert report["not_told"][-1] == "how many tokens clients allowed (max_tokens)"
+
+
+def test_a_trace_that_tells_all_has_little_left_untold(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    row = {"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "token_ids": [1]}
+    path.write_text(json.dumps({**row, "session_id": 1, "max_tokens": 1}) + "\n")
+    (left,) = describe(read_trace(path)).not_told
+    assert left.startswith("what the outputs say")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_one_trace_one_picture(tmp_path: Path, suffix: str) -> None:
+    found = describe(read_trace(default_trace_path()))
+    first, second = (write_picture(found, tmp_path / f"{name}.{suffix}") for name in "ab")
+    data = first.read_bytes()
+    assert data == second.read_bytes()
+    assert data.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+
+
+def picture_text(tmp_path: Path, lines: str) -> str:
+    path = tmp_path / "tr$ace$"
+    path.write_text(lines)
+    picture = write_picture(describe(read_trace(path)), tmp_path / "picture.svg")
+    return picture.read_text()
+
+
+def test_an_unknown_hit_rate_is_not_drawn_as_zero(tmp_path: Path) -> None:
+    known = '{"arrival_s":%d,"prompt_tokens":32,"output_tokens":1,"hash_block_size":32,"hash_ids":[%d]}\n'
+    bare = '{"arrival_s":%d,"prompt_tokens":32,"output_tokens":1}\n'
+    unknown = picture_text(tmp_path, "".join(bare % i for i in range(9)))
+    assert "unknown: the trace does not tell" in unknown
+    assert "LRU eviction" not in unknown
+    never = picture_text(tmp_path, "".join(known % (i, i) for i in range(9)))
+    assert "no block comes twice" in never
+    again = picture_text(tmp_path, "".join(known % (i, i % 3) for i in range(9)))
+    assert "ideal (never evicts): 66.7 %" in again
+    one = picture_text(tmp_path, bare % 1)
+    assert "all requests arrive at one time" in one
+    assert "too few arrivals to tell" in one
+
+
+def test_pictures_are_png_or_svg_and_can_be_written(tmp_path: Path) -> None:
+    found = describe(read_trace(default_trace_path()))
+    with pytest.raises(TraceError, match=r"a picture is \.png or \.svg"):
+        write_picture(found, tmp_path / "picture.pdf")
+    with pytest.raises(TraceError, match="cannot be written: No such file"):
+        write_picture(found, tmp_path / "no" / "picture.png")
+
+
+def test_dispersion_is_one_for_poisson_and_falls_for_a_regular_clock() -> None:
+    rng = np.random.default_rng(1)
+    windows, poisson = dispersion_by_window(np.cumsum(rng.exponential(size=20_000)))
+    assert poisson[windows < 20] == pytest.approx(1, abs=0.15)
+    assert poisson == pytest.approx(1, abs=4 * (2 / 50) ** 0.5)  # 50 windows at the least
+    _, regular = dispersion_by_window(np.arange(2_000) * 1.0)
+    assert regular[-1] < 0.01
+    assert len(dispersion_by_window(np.arange(99) * 1.0)[0]) == 0

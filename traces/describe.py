@@ -6,19 +6,21 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from traces.formats import by_name
 from traces.prefix import PrefixHits, ideal_prefix_hits
-from traces.trace import Trace, lines_text
+from traces.reuse import ReuseCurve, reuse_curve
+from traces.trace import Trace
 
 _NS = 1_000_000_000
 _PEAK_WINDOWS_S = (1, 10, 60)
 _CHART_COLUMNS = 60
 _CHART_ROWS = 5
+_REUSE_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,15 @@ class Sessions:
     requests_max: int
 
 
+class ReusePoint(NamedTuple):
+    """Token hit rates of a pool of some size."""
+
+    blocks: int
+    lru: float
+    ceiling: float
+    """Under the best eviction that knows the future."""
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What `describe` found."""
@@ -92,6 +103,34 @@ class Description:
     prefix: PrefixHits | None
     """``None``: the trace tells nothing about equal prefixes, which is not a hit rate of zero."""
     sessions: Sessions | None
+    reuse: ReuseCurve | None
+    """Hits against the size of the pool; ``None`` where ``prefix`` is."""
+    reuse_points: tuple[ReusePoint, ...]
+
+    @property
+    def not_told(self) -> list[str]:
+        """What this trace cannot tell, so that nothing of it is taken for zero."""
+        requests = [arrival.request for arrival in self.trace.arrivals]
+        unknown = sum(request.content is None for request in requests)
+        found = []
+        if unknown:
+            of = (
+                ""
+                if unknown == len(requests)
+                else f" (for {unknown:,} of {len(requests):,} requests)"
+            )
+            found.append(f"which prompts share a prefix{of}")
+        else:
+            found.append(
+                "what the outputs say: their blocks hit only where a later prompt has them"
+            )
+        alone = sum(request.session_id is None for request in requests)
+        if alone:
+            of = "" if alone == len(requests) else f" (for {alone:,} of {len(requests):,} requests)"
+            found.append(f"which requests are turns of one conversation{of}")
+        if all(request.max_tokens is None for request in requests):
+            found.append("how many tokens clients allowed (max_tokens)")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``: seconds and tokens; unknown values are null."""
@@ -148,6 +187,15 @@ class Description:
                 "hit_blocks": prefix.hit_blocks,
                 "unique_blocks": prefix.unique_blocks,
             },
+            "reuse": None
+            if self.reuse is None
+            else {
+                "block_size": self.reuse.block_size,
+                "ideal": self.reuse.ideal,
+                "ideal_from_blocks": self.reuse.largest,
+                "points": [point._asdict() for point in self.reuse_points],
+            },
+            "not_told": self.not_told,
             "sessions": None
             if self.sessions is None
             else {
@@ -171,8 +219,7 @@ class Description:
             detail = f" ({skipped.example})" if skipped.example else ""
             lines += _wrapped(
                 "           ",
-                f"- {skipped.count:,} skipped: {skipped.reason}{detail}; "
-                f"{lines_text(skipped.lines)}",
+                f"- {skipped.count:,} skipped: {skipped.reason}{detail}; {skipped.where}",
             )
         lines += self._arrival_lines()
         lines += ["", f"{'Tokens':<10}" + "".join(f"{name:>9}" for name in _LENGTH_COLUMNS)]
@@ -185,6 +232,7 @@ class Description:
             f"= {total:,} tokens"
         )
         lines += ["", *_wrapped("Prefix     ", self._prefix_text())]
+        lines += self._reuse_lines()
         if self.sessions is not None:
             lines += _wrapped(
                 "Sessions   ",
@@ -192,6 +240,7 @@ class Description:
                 f"{self.sessions.requests_p50:g} at the median, at most "
                 f"{self.sessions.requests_max:,}",
             )
+        lines += _wrapped("Not told   ", "; ".join(self.not_told))
         for index, note in enumerate(trace.notes):
             lines += _wrapped("           " if index else "Notes      ", f"- {note}")
         return "\n".join(lines)
@@ -224,6 +273,26 @@ class Description:
         assert arrivals.windows_s is not None
         return [*lines, "", *_chart(arrivals.window_requests, arrivals.windows_s)]
 
+    def _reuse_lines(self) -> list[str]:
+        reuse, points = self.reuse, self.reuse_points[-_REUSE_COLUMNS:]
+        if reuse is None:
+            return []
+        if not reuse.largest:
+            return ["           no block comes twice: no pool, however large, would hit"]
+        rows = {
+            "blocks": [f"{point.blocks:,}" for point in points],
+            "tokens": [_short(point.blocks * reuse.block_size) for point in points],
+            "LRU": [f"{point.lru:.1%}" for point in points],
+            "best": [f"{point.ceiling:.1%}" for point in points],
+        }
+        return [
+            "           token hit rate by pool size, with LRU eviction and with the best there is:",
+            *(
+                f"  {name:<8}" + "".join(f"{cell:>9}" for cell in cells)
+                for name, cells in rows.items()
+            ),
+        ]
+
     def _prefix_text(self) -> str:
         prefix = self.prefix
         if prefix is None:
@@ -249,6 +318,7 @@ _LENGTH_COLUMNS = ("min", "p5", "p50", "p90", "p95", "p99", "max", "mean")
 
 def describe(trace: Trace, block_size: int | None = None) -> Description:
     """Statistics of a trace; prefix hits at ``block_size`` (see `ideal_prefix_hits`)."""
+    reuse = reuse_curve(trace.arrivals, block_size)
     requests = [arrival.request for arrival in trace.arrivals]
     return Description(
         trace=trace,
@@ -257,6 +327,10 @@ def describe(trace: Trace, block_size: int | None = None) -> Description:
         output_tokens=_lengths([a.output_tokens for a in trace.arrivals]),
         prefix=ideal_prefix_hits(trace.arrivals, block_size),
         sessions=_sessions([r.session_id for r in requests if r.session_id is not None]),
+        reuse=reuse,
+        reuse_points=()
+        if reuse is None
+        else tuple(ReusePoint(n, reuse.lru(n), reuse.ceiling(n)) for n in reuse.sizes()),
     )
 
 
@@ -317,6 +391,13 @@ def _sessions(session_ids: list[str]) -> Sessions | None:
         return None
     counts = np.unique(session_ids, return_counts=True)[1]
     return Sessions(len(counts), len(session_ids), float(np.median(counts)), int(counts.max()))
+
+
+def _short(tokens: int) -> str:
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if tokens >= size:
+            return f"{tokens / size:.3g} {unit}"
+    return str(tokens)
 
 
 def _clock(seconds: float) -> str:

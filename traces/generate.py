@@ -1,9 +1,11 @@
-"""A chat workload: people who arrive, ask, read, and ask again.
+"""A workload of sessions: people who arrive, ask, read, and ask again.
 
-Sessions start as a renewal process (Poisson, or gamma gaps with a given CV). Each has a system
-prompt, shared with all sessions that drew the same one, and turns: the prompt of a turn is the
-prompt before it, the answer to that, and a new question. The trace is open loop, so the time of the
-next turn needs an answer speed, which is assumed.
+Sessions start as a renewal process (Poisson, or gamma gaps with a given CV) or as any process of
+traces/laws.py. Each has a system prompt, shared with all sessions that drew the same one, documents
+behind it if there are any, and turns: the prompt of a turn is the prompt before it, the answer to
+that, and a new question. So prompts are the paths of a tree: system prompt, documents, turns. Agents,
+retrieval, summaries and reasoning are the same with other numbers (traces/presets.py). The trace is
+open loop, so the time of the next turn needs an answer speed, which is assumed.
 
 The window ``[0, duration)`` is cut from a process that has been running for a while, so the load is
 level from the first second on, and some conversations are in the middle when it starts.
@@ -14,35 +16,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from statistics import NormalDist
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from traces.formats.base import TraceError
+from traces.laws import Fixed, Law, Lognormal, Process, Stream, check, zipf_index
 
-_NORMAL = NormalDist()
-_Z95 = _NORMAL.inv_cdf(0.95)
 _NS = 1_000_000_000
 _MS = 1_000_000
 _MAX_REQUESTS = 10_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lognormal:
-    """A lognormal law by its median and its 95th percentile."""
-
-    median: float
-    p95: float
-
-    def quantile(self, u: float) -> float:
-        """Inverse CDF: ``median * exp(sigma * z(u))``, ``sigma = ln(p95 / median) / z(0.95)``."""
-        sigma = math.log(self.p95 / self.median) / _Z95
-        return self.median * math.exp(sigma * _NORMAL.inv_cdf(u))
-
-    def __str__(self) -> str:
-        return f"median {self.median:g}, p95 {self.p95:g}"
+_QUESTION = Lognormal(median=60, p95=500)
+_ANSWER = Lognormal(median=180, p95=520)
+_SYSTEM = Lognormal(median=250, p95=900)
+_THINK = Lognormal(median=18, p95=70)
+_DOCUMENT = Fixed(512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +45,12 @@ class ChatSettings:
     duration_s: float = 430.0
     turns: float = 3.0
     """Mean turns a session (geometric); fewer where ``max_context`` ends it."""
-    question_tokens: Lognormal = Lognormal(median=60, p95=500)
-    output_tokens: Lognormal = Lognormal(median=180, p95=520)
-    system_tokens: Lognormal = Lognormal(median=250, p95=900)
+    question_tokens: Law = _QUESTION
+    output_tokens: Law = _ANSWER
+    system_tokens: Law = _SYSTEM
     system_prompts: int = 12
-    """Different system prompts; the k-th most popular is drawn with weight 1/k."""
-    think_s: Lognormal = Lognormal(median=18, p95=70)
+    """Different system prompts; the k-th most popular is drawn with weight 1/k. 0: there are none."""
+    think_s: Law = _THINK
     """Between the end of an answer, as assumed, and the next question."""
     answer_tokens_per_s: float = 50.0
     """Assumed: how fast answers come. A real server is not asked."""
@@ -71,19 +60,49 @@ class ChatSettings:
     hash_ids: bool = True
     """False leaves them out: what prompts share is then unknown, as in traces of lengths only."""
     seed: int = 0
+    arrivals: Process | None = None
+    """How sessions start; ``None`` = gaps with ``cv``."""
+    documents: int = 0
+    """Documents in the corpus; the k-th most popular has weight ``k ** -document_exponent``."""
+    documents_per_question: int = 0
+    """Documents in front of each question. Sessions share the blocks of equal leading documents."""
+    document_tokens: Law = _DOCUMENT
+    document_exponent: float = 1.0
+    kept_output: float = 1.0
+    """Share of an answer that the next prompt contains: reasoning is left out of it."""
 
     def __post_init__(self) -> None:
-        _check("rate", self.rate, 1e-6, 1e6)
-        _check("cv", self.cv, 0.01, 100)
-        _check("duration_s", self.duration_s, 1e-3, 1e8)
-        _check("turns", self.turns, 1, 1e4)
-        _check("answer_tokens_per_s", self.answer_tokens_per_s, 1e-3, 1e9)
-        for name in ("question_tokens", "output_tokens", "system_tokens", "think_s"):
-            law = getattr(self, name)
-            if not 1e-3 <= law.median <= law.p95 <= 1e6:
-                raise TraceError(f"{name}: need 0.001 <= median <= p95 <= 1e6, got {law}")
-        for name in ("system_prompts", "max_context", "hash_block_size"):
-            _check(name, getattr(self, name), 1, 10_000_000)
+        check("rate", self.rate, 1e-6, 1e6)
+        check("cv", self.cv, 0.01, 100)
+        check("duration_s", self.duration_s, 1e-3, 1e8)
+        check("turns", self.turns, 1, 1e4)
+        check("answer_tokens_per_s", self.answer_tokens_per_s, 1e-3, 1e9)
+        check("kept_output", self.kept_output, 0, 1)
+        check("document_exponent", self.document_exponent, 0, 10)
+        check("system_prompts", self.system_prompts, 0, 10_000_000)
+        check("documents", self.documents, 0, 1_000_000)
+        least_documents = 1 if self.documents else 0
+        check("documents_per_question", self.documents_per_question, least_documents, 1_000)
+        if self.documents_per_question > self.documents:
+            raise TraceError(
+                f"{self.documents_per_question} different documents a question need as many in the "
+                f"corpus, which has {self.documents}"
+            )
+        for name in (
+            "question_tokens",
+            "output_tokens",
+            "system_tokens",
+            "think_s",
+            "document_tokens",
+        ):
+            law: Law = getattr(self, name)
+            law.check(name)
+        for name in ("max_context", "hash_block_size"):
+            check(name, getattr(self, name), 1, 10_000_000)
+        if self.arrivals is not None:
+            self.arrivals.check()
+            if self.cv != 1.0:
+                raise TraceError(f"cv {self.cv:g} has no effect beside arrivals ({self.arrivals})")
         if self.seed < 0:
             raise TraceError(f"seed is {self.seed}, must not be negative")
         requests = self.rate * (self.duration_s + self.warm_up_s)
@@ -93,34 +112,19 @@ class ChatSettings:
                 f"{requests:.0f} requests, at most {_MAX_REQUESTS} are made"
             )
 
+    def to_json(self) -> dict[str, Any]:
+        """For a report: laws and processes in words."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {k: str(v) if isinstance(v, Law | Process) else v for k, v in values.items()}
+
     @property
     def warm_up_s(self) -> float:
         """How long the process has been running at time 0: 4 x mean turns x a slow turn (p95).
 
         The number of turns is geometric: hardly any session lasts longer.
         """
-        answer_s = self.output_tokens.p95 / self.answer_tokens_per_s
-        return 4.0 * self.turns * (self.think_s.p95 + answer_s)
-
-
-def _check(name: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:  # NaN compares false
-        raise TraceError(f"{name} is {value}, must be within {least:g} and {most:g}")
-
-
-class _Uniforms:
-    """One random stream of one source.
-
-    Uniform doubles stay the same between numpy releases, while samplers of distributions may not:
-    where there is an inverse CDF it is used instead.
-    """
-
-    def __init__(self, seed: np.random.SeedSequence) -> None:
-        self.rng = np.random.Generator(np.random.PCG64(seed))
-
-    def draw(self) -> float:
-        """Within (0, 1), both ends left out."""
-        return max(float(self.rng.random()), 2.0**-54)
+        answer_s = self.output_tokens.p95_value() / self.answer_tokens_per_s
+        return 4.0 * self.turns * (self.think_s.p95_value() + answer_s)
 
 
 class _Turn(NamedTuple):
@@ -129,36 +133,84 @@ class _Turn(NamedTuple):
     number: int
     prompt_tokens: int
     output_tokens: int
-    system: int
+    shared: tuple[_Segment, ...]
+    """What the session's prompts begin with."""
+
+
+class _Segment(NamedTuple):
+    """A piece of prompt that other sessions may have too; named by its kind and number."""
+
+    kind: str
+    number: int
+    tokens: int
 
 
 def generate_chat(settings: ChatSettings) -> Iterator[dict[str, Any]]:
     """Native rows by arrival. The same settings give the same rows.
 
-    Hash ids cover the full blocks of each prompt. A block belongs to the system prompt where it
-    lies wholly inside it, and to the session otherwise.
+    Hash ids cover the full blocks of each prompt. A block belongs to the system prompt (and the
+    documents that follow it) where it lies wholly inside them, and to the session otherwise.
     """
-    arrivals, prompts, choices, lengths, counts, thoughts = (
-        _Uniforms(seed) for seed in np.random.SeedSequence(settings.seed).spawn(6)
-    )
-    system_tokens = [
-        _whole(settings.system_tokens, prompts, settings.max_context)
-        for _ in range(settings.system_prompts)
+    streams = _Streams(*map(Stream, np.random.SeedSequence(settings.seed).spawn(8)))
+    systems = [
+        _Segment(
+            "system", number, _whole(settings.system_tokens, streams.prompts, settings.max_context)
+        )
+        for number in range(settings.system_prompts)
+    ]
+    corpus = [
+        _Segment(
+            "document",
+            number,
+            _whole(settings.document_tokens, streams.corpus, settings.max_context),
+        )
+        for number in range(settings.documents)
     ]
     weights = np.cumsum(1.0 / np.arange(1, settings.system_prompts + 1))
     turns: list[_Turn] = []
-    for session, start_s in enumerate(_session_starts(settings, arrivals)):
-        system = int(np.searchsorted(weights, choices.draw() * weights[-1], side="right"))
-        turns += _session(
-            settings, session, start_s, system, system_tokens[system], lengths, counts, thoughts
-        )
+    for session, start_s in enumerate(_session_starts(settings, streams.arrivals)):
+        shared: list[_Segment] = []
+        if systems:
+            drawn = streams.choices.draw() * weights[-1]
+            shared.append(systems[int(np.searchsorted(weights, drawn, side="right"))])
+        shared += _retrieved(settings, corpus, streams.retrieval)
+        turns += _session(settings, session, start_s, tuple(shared), corpus, streams)
     turns.sort(key=lambda turn: (turn.arrival_ns, turn.session, turn.number))
-    return _rows(settings, turns, system_tokens)
+    return _rows(settings, turns)
 
 
-def _session_starts(settings: ChatSettings, stream: _Uniforms) -> Iterator[float]:
+class _Streams(NamedTuple):
+    """One for each source: a change of one leaves the draws of the others alone."""
+
+    arrivals: Stream
+    prompts: Stream
+    choices: Stream
+    lengths: Stream
+    counts: Stream
+    thoughts: Stream
+    corpus: Stream
+    retrieval: Stream
+
+
+def _retrieved(settings: ChatSettings, corpus: list[_Segment], stream: Stream) -> list[_Segment]:
+    """Different documents for a question, in the order in which they were drawn."""
+    found: dict[int, _Segment] = {}
+    while len(found) < settings.documents_per_question:
+        number = zipf_index(settings.document_exponent, len(corpus), stream.draw())
+        if stream.draw() * 64 < len(found):  # a steep law draws the same ones again and again
+            number = next(k for k in range(len(corpus)) if k not in found)
+        found.setdefault(number, corpus[number])
+    return list(found.values())
+
+
+def _session_starts(settings: ChatSettings, stream: Stream) -> Iterator[float]:
     """Seconds, from long before 0 to the end of the window."""
     mean_gap_s = settings.turns / settings.rate
+    if settings.arrivals is not None:
+        yield from settings.arrivals.times(
+            1.0 / mean_gap_s, -settings.warm_up_s, settings.duration_s, stream
+        )
+        return
     shape = 1.0 / settings.cv**2
     now_s = -settings.warm_up_s
     while True:
@@ -175,59 +227,50 @@ def _session(
     settings: ChatSettings,
     session: int,
     start_s: float,
-    system: int,
-    system_tokens: int,
-    lengths: _Uniforms,
-    counts: _Uniforms,
-    thoughts: _Uniforms,
+    shared: tuple[_Segment, ...],
+    corpus: list[_Segment],
+    streams: _Streams,
 ) -> Iterator[_Turn]:
     """The turns of one session that fall into the window."""
     num_turns = 1
     if settings.turns > 1:  # geometric by inversion
-        num_turns += int(math.log(counts.draw()) / math.log(1.0 - 1.0 / settings.turns))
+        num_turns += int(math.log(streams.counts.draw()) / math.log(1.0 - 1.0 / settings.turns))
     now_s = start_s
-    prompt_tokens = system_tokens
+    prompt_tokens = sum(segment.tokens for segment in shared)
     for number in range(num_turns):
-        prompt_tokens += _whole(settings.question_tokens, lengths, settings.max_context)
-        output_tokens = _whole(settings.output_tokens, lengths, settings.max_context)
+        if number and corpus:
+            found = _retrieved(settings, corpus, streams.retrieval)
+            prompt_tokens += sum(segment.tokens for segment in found)
+        prompt_tokens += _whole(settings.question_tokens, streams.lengths, settings.max_context)
+        output_tokens = _whole(settings.output_tokens, streams.lengths, settings.max_context)
         if prompt_tokens + output_tokens > settings.max_context:
             return
         arrival_ns = round(now_s * 1_000) * _MS
         if arrival_ns >= settings.duration_s * _NS:
             return
         if arrival_ns >= 0:
-            yield _Turn(arrival_ns, session, number, prompt_tokens, output_tokens, system)
-        prompt_tokens += output_tokens
+            yield _Turn(arrival_ns, session, number, prompt_tokens, output_tokens, shared)
+        prompt_tokens += round(output_tokens * settings.kept_output)
         now_s += output_tokens / settings.answer_tokens_per_s
-        now_s += settings.think_s.quantile(thoughts.draw())
+        now_s += settings.think_s.quantile(streams.thoughts.draw())
 
 
-def _whole(law: Lognormal, stream: _Uniforms, most: int) -> int:
+def _whole(law: Law, stream: Stream, most: int) -> int:
     return max(1, round(min(law.quantile(stream.draw()), most)))
 
 
-def _rows(
-    settings: ChatSettings, turns: list[_Turn], system_tokens: list[int]
-) -> Iterator[dict[str, Any]]:
+def _rows(settings: ChatSettings, turns: list[_Turn]) -> Iterator[dict[str, Any]]:
     size = settings.hash_block_size
-    num_ids = 0
-    system_ids: dict[int, list[int]] = {}
+    ids = _Ids(size)
     session_ids: dict[int, list[int]] = {}
     names: dict[int, str] = {}
     for turn in turns:
         held = session_ids.get(turn.session)
         if held is None:
             names[turn.session] = f"s{len(names)}"
-            shared = system_ids.get(turn.system)
-            if shared is None:
-                blocks = system_tokens[turn.system] // size
-                shared = system_ids[turn.system] = list(range(num_ids, num_ids + blocks))
-                num_ids += blocks
-            held = session_ids[turn.session] = list(shared)
+            held = session_ids[turn.session] = ids.shared(turn.shared)
         blocks = turn.prompt_tokens // size
-        missing = max(0, blocks - len(held))
-        held += range(num_ids, num_ids + missing)
-        num_ids += missing
+        held += ids.new(max(0, blocks - len(held)))
         name = names[turn.session]
         row = {
             "id": f"{name}.{turn.number}",
@@ -239,6 +282,32 @@ def _rows(
         yield row | (
             {"hash_block_size": size, "hash_ids": held[:blocks]} if settings.hash_ids else {}
         )
+
+
+class _Ids:
+    """Ids of blocks, counted up from 0; one for each path through the tree of shared segments."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._count = 0
+        self._known: dict[tuple[tuple[_Segment, ...], int], int] = {}
+
+    def new(self, count: int) -> range:
+        self._count += count
+        return range(self._count - count, self._count)
+
+    def shared(self, segments: tuple[_Segment, ...]) -> list[int]:
+        """Of the full blocks of the segments laid end to end; a block is named by all up to its end."""
+        ids: list[int] = []
+        end = 0
+        for depth, segment in enumerate(segments, 1):
+            end += segment.tokens
+            for index in range(len(ids), end // self._size):
+                key = segments[:depth], index
+                if key not in self._known:
+                    self._known[key] = self.new(1).start
+                ids.append(self._known[key])
+        return ids
 
 
 def chat_lines(settings: ChatSettings) -> Iterator[str]:

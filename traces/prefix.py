@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from blockmanager.content import BlockKey, Content, ExtraKeys, HashedContent, KeyChain
+from scheduler.request import Request
 from traces.workload import Arrival
 
 DEFAULT_BLOCK_SIZE = 16
@@ -104,11 +108,7 @@ def ideal_prefix_hits(
     requests = [arrival.request for arrival in arrivals if arrival.request.content is not None]
     if not requests:
         return None
-    sizes = {
-        request.content.hash_block_size if isinstance(request.content, HashedContent) else None
-        for request in requests
-    }
-    id_size = next(iter(sizes)) if len(sizes) == 1 else None
+    id_size = _id_size(requests)
     size = block_size or id_size or DEFAULT_BLOCK_SIZE
     by_ids = block_size is None and id_size is not None
     trie, key_set = _IdTrie(), _KeySet(size)
@@ -142,4 +142,107 @@ def ideal_prefix_hits(
         hit_tokens=hit_tokens,
         blocks=blocks,
         hit_blocks=hit_blocks,
+    )
+
+
+def _id_size(requests: Sequence[Request]) -> int | None:
+    """Tokens a hash id, where all prompts have ids of one size."""
+    sizes = {
+        request.content.hash_block_size if isinstance(request.content, HashedContent) else None
+        for request in requests
+    }
+    return next(iter(sizes)) if len(sizes) == 1 else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chains:
+    """The prompts of known content as runs of blocks, laid end to end; arrays are int64.
+
+    Arrays over blocks have shape ``[blocks]``, those over requests ``[requests]``.
+    """
+
+    block_size: int
+    prompt_tokens: int
+    starts: npt.NDArray[np.int64]
+    """First block of each request."""
+    lengths: npt.NDArray[np.int64]
+    """Blocks of each request."""
+    owner: npt.NDArray[np.int64]
+    """Request of each block."""
+    previous: npt.NDArray[np.int64]
+    """Where the same block came last before; -1 where it is new."""
+    hit_tokens: npt.NDArray[np.int64]
+    """Tokens of the block that earlier prompts had too; 0 where it is new."""
+    index: npt.NDArray[np.int64]
+    """Of each request, among all arrivals."""
+
+    @property
+    def depth(self) -> npt.NDArray[np.int64]:
+        """Position of each block in its request."""
+        return np.arange(len(self.owner)) - self.starts[self.owner]
+
+
+def prompt_chains(arrivals: Iterable[Arrival], block_size: int | None = None) -> Chains | None:
+    """Blocks of a trace and where each came before; ``None`` where no prompt has an identity.
+
+    Blocks are those of `ideal_prefix_hits`: the trace's own hash ids (a partial last one counts), or
+    full blocks of ``block_size`` tokens.
+    """
+    chosen = [
+        (index, arrival.request)
+        for index, arrival in enumerate(arrivals)
+        if arrival.request.content is not None
+    ]
+    if not chosen:
+        return None
+    requests = [request for _, request in chosen]
+    id_size = _id_size(requests) if block_size is None else None
+    size = block_size or id_size or DEFAULT_BLOCK_SIZE
+    lengths: list[int] = []
+    previous: list[int] = []
+    hit_tokens: list[int] = []
+    ids: dict[tuple[ExtraKeys | int, int] | BlockKey, int] = {}
+    last: list[int] = []
+    covered: list[int] = []
+    for request in requests:
+        content = request.content
+        assert content is not None
+        before = len(previous)
+        if id_size is None:
+            nodes = [
+                ids.setdefault(key, len(ids))
+                for key in KeyChain(content, size, request.extra_keys).keys
+            ]
+            tail = size
+        else:
+            assert isinstance(content, HashedContent)
+            nodes = []
+            parent: ExtraKeys | int = request.extra_keys
+            for hash_id in content.hash_ids.tolist():
+                parent = ids.setdefault((parent, hash_id), len(ids))
+                nodes.append(parent)
+            tail = content.num_tokens - size * (len(nodes) - 1)
+        for depth, node in enumerate(nodes, 1):
+            covers = size if depth < len(nodes) else tail
+            if node == len(last):
+                previous.append(-1)
+                hit_tokens.append(0)
+                last.append(len(previous) - 1)
+                covered.append(covers)
+            else:
+                previous.append(last[node])
+                hit_tokens.append(min(covered[node], covers))
+                last[node] = len(previous) - 1
+                covered[node] = max(covered[node], covers)
+        lengths.append(len(previous) - before)
+    blocks = np.array(lengths, dtype=np.int64)
+    return Chains(
+        block_size=size,
+        prompt_tokens=sum(request.num_prompt_tokens for request in requests),
+        starts=np.cumsum(blocks) - blocks,
+        lengths=blocks,
+        owner=np.repeat(np.arange(len(blocks)), blocks),
+        previous=np.array(previous, dtype=np.int64),
+        hit_tokens=np.array(hit_tokens, dtype=np.int64),
+        index=np.array([index for index, _ in chosen], dtype=np.int64),
     )

@@ -5,30 +5,24 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import stat
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeGuard
 
 import numpy as np
 
 from scheduler.request import Request
-from traces.formats import by_name, detect, known_formats
-from traces.formats.base import BadRow, Head, Row, TraceError, TraceFormat, text_lines
+from traces.arrivals import EXAMPLE, ArrivalProcess
+from traces.files import TraceFiles, naming
+from traces.formats.base import BadRow, Row, TraceError, TraceFormat
 from traces.workload import Arrival
 
-_ID_PREFIX = "line-"
-"""Before the line number, the id of a row that has none."""
-_HEAD_LINES = 20
-_HEAD_BYTES = 1 << 24
+_NO_ARRIVAL = "no arrival time"
 _EPOCH_NS = 10**17
 """A relative clock that starts later than this (3 years) is taken for a Unix clock."""
 
@@ -44,14 +38,20 @@ class Skipped:
     lines: list[int]
     example: str
     """Detail of the first of them."""
+    counted_as: str = "line"
+    """What ``lines`` count, see ``TraceFormat.counted_as``."""
 
     @property
     def count(self) -> int:
         return len(self.lines)
 
+    @property
+    def where(self) -> str:
+        return lines_text(self.lines, word=self.counted_as)
+
     def __str__(self) -> str:
         detail = f" ({self.example})" if self.example else ""
-        return f"{self.reason}{detail}: {rows_text(self.count)}, {lines_text(self.lines)}"
+        return f"{self.reason}{detail}: {rows_text(self.count)}, {self.where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Trace:
     path: Path
     format: str
     sha256: str
-    """Of the file's bytes."""
+    """Of the file's bytes as stored; of a folder, of its files' names and digests."""
     num_rows: int
     """Rows in the file; ``len(arrivals)`` and the skipped rows add up to it."""
     arrivals: list[Arrival]
@@ -107,7 +107,13 @@ class TraceStream:
     are not in order of arrival, an id comes twice, or ids look like those that rows without one get.
     """
 
-    def __init__(self, path: Path, format: str | None, strict: bool) -> None:  # noqa: A002
+    def __init__(
+        self,
+        path: Path,
+        format: str | None,  # noqa: A002
+        strict: bool,
+        arrivals: str | None = None,
+    ) -> None:
         self.path = path
         self.strict = strict
         self.num_rows = self.num_requests = self.span_ns = 0
@@ -117,122 +123,56 @@ class TraceStream:
         self.sha256 = ""
         self.share_read = 0.0
         """Share of the file that the present iteration has read."""
-        with _opened(path, format) as opened:
-            self.format = opened.format.name
-            self._file = opened.file
+        self._arrivals = arrivals
+        with naming(path):
+            self._process = None if arrivals is None else ArrivalProcess.parse(arrivals)
+            self._files = TraceFiles(path, format)
+        self.format = self._files.format.name
 
     def __iter__(self) -> Iterator[Arrival]:
-        with _opened(self.path, self.format) as opened:
-            if opened.file != self._file:
-                raise TraceError("has been changed since it was first looked at")
-            checks = _StreamChecks(self.strict)
+        with naming(self.path):
+            files = self._files
+            checks = _StreamChecks(files, self.strict, self._process)
             notes: _Notes | None = None
-            for number, row in enumerate(opened.format.rows(opened.source), 1):
+            for number, row in enumerate(files.rows(), 1):
                 if number % 4096 == 1:
-                    self.share_read = opened.source.tell() / max(opened.num_bytes, 1)
-                if not checks.passes(row):
+                    self.share_read = files.bytes_read / files.num_bytes
+                taken = checks.take(row)
+                if taken is None:
                     continue
                 if notes is None:
-                    notes = _Notes(opened.format, row.arrival_ns)
-                notes.add(row)
-                yield _arrival(row, notes.start_ns, _ID_PREFIX)
+                    notes = _Notes(files, self._process, taken)
+                notes.add(taken)
+                yield _arrival(taken, notes.start_ns, checks.id_prefix())
             if notes is None:
                 raise checks.nothing_left()
-            if _file_state(opened.source) != self._file:
-                raise TraceError("was changed while it was read")
-            opened.source.seek(0)
-            self.sha256 = _sha256(opened.source)
+            self.sha256 = files.sha256()
         self.share_read = 1.0
         self.num_requests = notes.num_rows
         self.num_rows = notes.num_rows + checks.num_skipped
         self.span_ns = notes.last_ns - notes.first_ns
         self.skipped = list(checks.skipped.values())
-        self.notes = notes.sentences([], checks.unknown)
+        self.notes = notes.sentences(checks)
         self.has_identity = notes.has_identity
 
     def read(self) -> Trace:
         """The whole of it, sorted."""
-        return read_trace(self.path, self.format, self.strict)
+        return read_trace(self.path, self.format, self.strict, arrivals=self._arrivals)
 
 
 def rows_text(count: int) -> str:
     return f"{count} row" if count == 1 else f"{count} rows"
 
 
-def lines_text(lines: list[int], most: int = 5) -> str:
+def lines_text(lines: Sequence[int], most: int = 5, word: str = "line") -> str:
     """``line 3`` or ``lines 3, 5, 8, ...``."""
     text = ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")
-    return f"line{'s' if len(lines) > 1 else ''} {text}"
+    return f"{word}{'s' if len(lines) > 1 else ''} {text}"
 
 
-class _FileState(NamedTuple):
-    """What differs once a file has been replaced, written to or cut."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    modified_ns: int
-
-
-def _file_state(file: BinaryIO) -> _FileState:
-    status = os.fstat(file.fileno())
-    return _FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-class _Opened(NamedTuple):
-    source: BinaryIO
-    format: TraceFormat
-    num_bytes: int
-    file: _FileState
-
-
-@contextmanager
-def _opened(path: Path, insisted_name: str | None) -> Iterator[_Opened]:
-    """The file at its first byte, and its format. Every failure becomes one line of words."""
-    insisted = None if insisted_name is None else by_name(insisted_name)
-    try:
-        with path.open("rb") as file:
-            source: BinaryIO = file
-            state = _file_state(file)
-            num_bytes = state.num_bytes
-            if not stat.S_ISREG(
-                os.fstat(file.fileno()).st_mode
-            ):  # a pipe: read once, then as often as needed
-                source = io.BytesIO(file.read())
-                num_bytes = len(source.getbuffer())
-            head = source.read(64)
-            source.seek(0)
-            if not head:
-                raise TraceError("is empty")
-            found = insisted or _detect(source, head)
-            source.seek(0)
-            yield _Opened(source, found, num_bytes, state)
-    except FileNotFoundError:
-        raise TraceError(f"trace {path}: no such file") from None
-    except IsADirectoryError:
-        raise TraceError(f"trace {path}: is a folder, not a file") from None
-    except OSError as error:
-        raise TraceError(f"trace {path}: cannot be read: {error.strerror or error}") from None
-    except TraceError as error:
-        raise TraceError(f"trace {path}: {error}") from None
-
-
-def _detect(source: BinaryIO, first_bytes: bytes) -> TraceFormat:
-    lines: list[bytes] = []
-    size = 0
-    for _, line in text_lines(source):
-        lines.append(line)
-        size += len(line)
-        if len(lines) == _HEAD_LINES or size > _HEAD_BYTES:
-            break
-    found = detect(Head(lines))
-    if found is None:
-        packed = " (gzip: unpack it first)" if first_bytes.startswith(b"\x1f\x8b") else ""
-        raise TraceError(
-            f"no known format{packed}: it starts with {first_bytes[:48]!r}; "
-            f"known are {known_formats()}; choose with --format"
-        )
-    return found
+def _place(row: Row | BadRow, word: str) -> str:
+    """``line 3``, in a folder ``line 3 of part-2.csv``."""
+    return f"{word} {row.line}" + (f" of {row.file}" if row.file else "")
 
 
 def iter_rows(
@@ -243,26 +183,35 @@ def iter_rows(
 
     Raises `TraceError` where the file cannot be read at all.
     """
-    with _opened(Path(path), format) as opened:
-        yield from opened.format.rows(opened.source)
+    path = Path(path)
+    with naming(path):
+        yield from TraceFiles(path, format).rows()
 
 
 def stream_trace(
     path: str | os.PathLike[str],
     format: str | None = None,  # noqa: A002
     strict: bool = False,
+    *,
+    arrivals: str | None = None,
+    spread: bool = False,
 ) -> Trace | TraceStream:
-    """A trace to be read while it is used; a pipe, which cannot be read twice, is held as a whole.
+    """A trace to be read while it is used.
+
+    A pipe, which cannot be read twice, is held as a whole, and so is a trace to be spread: the length
+    of a tick shows at its end. Parameters are those of ``read_trace``.
 
     Raises `TraceError` where the file is missing, empty, unreadable or of no known format; the rest
     of what ``read_trace`` refuses shows while the stream is read.
     """
     path = Path(path)
     try:
-        is_file = stat.S_ISREG(path.stat().st_mode)
+        mode = path.stat().st_mode
     except OSError:
-        is_file = True  # opening it says what is wrong
-    return TraceStream(path, format, strict) if is_file else read_trace(path, format, strict)
+        mode = stat.S_IFREG  # opening it says what is wrong
+    if spread or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        return read_trace(path, format, strict, arrivals=arrivals, spread=spread)
+    return TraceStream(path, format, strict, arrivals)
 
 
 def read_trace(
@@ -270,9 +219,11 @@ def read_trace(
     format: str | None = None,  # noqa: A002
     strict: bool = False,
     *,
+    arrivals: str | None = None,
+    spread: bool = False,
     progress: Progress | None = None,
 ) -> Trace:
-    """Read a whole trace.
+    """Read a whole trace: a file, packed or not, or a folder of shards.
 
     Rows that cannot be used are counted and named by line, and the rest is kept. Of rows with the
     same id the first is kept. Rows without an id are named ``line-<number>``. Arrivals are sorted.
@@ -281,87 +232,166 @@ def read_trace(
     ----------
     format : name of the format; recognised by content where ``None``.
     strict : refuse what would otherwise be skipped, sorted or ignored.
+    arrivals : a process that gives the arrival times, in the order of the file, instead of the file:
+        ``poisson:rate=R,seed=S``, ``constant:rate=R`` (requests per second) or ``all-at-once``.
+    spread : lay rows with one time evenly over a tick of the clock, for clocks coarser than the gaps
+        between requests.
 
     Raises
     ------
     TraceError
-        The file is missing, empty, unreadable, of no known format, or without one usable row;
-        under ``strict`` also for the first bad row, unsorted arrivals or unknown keys.
+        The file is missing, empty, unreadable, of no known format, or without one usable row; it has
+        no arrival times and ``arrivals`` names none; under ``strict`` also for the first bad row,
+        unsorted arrivals or unknown keys.
     """
     path = Path(path)
-    with _opened(path, format) as opened:
-        digest = _sha256(opened.source)
-        opened.source.seek(0)
-        checks = _WholeChecks(strict)
+    with naming(path):
+        process = None if arrivals is None else ArrivalProcess.parse(arrivals)
+        if spread and process is not None:
+            raise TraceError("--spread has no effect on the times that --arrivals makes")
+        files = TraceFiles(path, format)
+        digest = files.sha256()
+        checks = _WholeChecks(files, strict, process)
         rows: list[Row] = []
-        for number, row in enumerate(opened.format.rows(opened.source), 1):
-            if checks.passes(row):
-                rows.append(row)
+        for number, row in enumerate(files.rows(), 1):
+            if (taken := checks.take(row)) is not None:
+                rows.append(taken)
             if progress is not None and number % 4096 == 0:
-                progress(opened.source.tell(), opened.num_bytes)
+                progress(files.bytes_read, files.num_bytes)
         if not rows:
             raise checks.nothing_left()
         num_rows = len(rows) + checks.num_skipped
-        rows.sort(key=lambda row: row.arrival_ns)  # stable: ties keep the order of the file
-        notes = _Notes(opened.format, rows[0].arrival_ns)
+        rows.sort(key=_arrival_ns)  # stable: ties keep the order of the file
+        about_ticks = []
+        if spread:
+            rows, words = spread_ticks(rows)
+            about_ticks.append(words)
+        notes = _Notes(files, process, rows[0])
         for row in rows:
             notes.add(row)
         prefix = checks.id_prefix()
         return Trace(
             path=path,
-            format=opened.format.name,
+            format=files.format.name,
             sha256=digest,
             num_rows=num_rows,
             arrivals=[_arrival(row, notes.start_ns, prefix) for row in rows],
             skipped=list(checks.skipped.values()),
-            notes=notes.sentences(checks.late, checks.unknown),
+            notes=about_ticks + notes.sentences(checks),
         )
 
 
-def _sha256(source: BinaryIO) -> str:
-    return hashlib.file_digest(source, "sha256").hexdigest()  # type: ignore[arg-type]
+def spread_ticks(rows: list[Row]) -> tuple[list[Row], str]:
+    """Rows with one time laid evenly over one tick of the clock, and what to say of it.
+
+    A tick is the smallest step between two times, so that no row passes the next time. The first row of
+    a tick keeps its time. ``rows`` are sorted by arrival.
+    """
+    times = np.array([_arrival_ns(row) for row in rows], np.int64)
+    distinct, counts = np.unique(times, return_counts=True)
+    shared = len(rows) - len(distinct)
+    if not shared:
+        return rows, "Nothing to spread: no two rows have one time."
+    if len(distinct) == 1:
+        return rows, "Not spread: all rows have one time, so the length of a tick is unknown."
+    tick_ns = int(np.diff(distinct).min())
+    spread: list[Row] = []
+    for time, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+        for index in range(count):
+            row = rows[len(spread)]
+            spread.append(
+                row._replace(arrival_ns=time + index * tick_ns // count) if index else row
+            )
+    return spread, (
+        f"Spread: {rows_text(shared)} with the time of another laid evenly over a tick of "
+        f"{tick_ns / 1e9:.6g} s, the smallest step between times. When they really came within it "
+        "is not known."
+    )
+
+
+def _arrival_ns(row: Row) -> int:
+    assert row.arrival_ns is not None  # `take` lets none pass without
+    return row.arrival_ns
 
 
 class _Checks(ABC):
-    """Which rows can be used, and what becomes of the others."""
+    """Which rows can be used and when they arrive, and what becomes of the others."""
 
-    def __init__(self, strict: bool) -> None:
+    def __init__(self, files: TraceFiles, strict: bool, process: ArrivalProcess | None) -> None:
         self.strict = strict
+        self.word = files.format.counted_as
+        self._times = None if process is None else process.times_ns()
         self._latest_ns = 0
-        self.skipped: dict[str, Skipped] = {}
+        self._num_taken = 0
+        self.num_replaced = 0
+        """Rows whose own time gave way to the process."""
+        self.num_late = 0
+        """Rows that stand below later ones."""
+        self.skipped: dict[tuple[str, str], Skipped] = {}
         self.unknown: Counter[str] = Counter()
         """Rows that have each unknown key."""
 
-    def passes(self, row: Row | BadRow) -> TypeGuard[Row]:
-        """Whether a row can be used; counts it if not. Raises `TraceError` under ``strict``."""
-        bad = row if isinstance(row, BadRow) else self.objection(row)
+    def take(self, row: Row | BadRow) -> Row | None:
+        """The row with its time; ``None`` where it cannot be used, which is counted.
+
+        Raises `TraceError` under ``strict``, and where the first row that could be used says nothing of
+        its arrival.
+        """
+        bad = row if isinstance(row, BadRow) else self._without_time(row) or self.objection(row)
         if bad is not None:
-            if self.strict:
-                detail = f" ({bad.detail})" if bad.detail else ""
-                raise TraceError(f"line {bad.line}: {bad.reason}{detail}")
-            group = self.skipped.setdefault(bad.reason, Skipped(bad.reason, [], bad.detail))
-            group.lines.append(bad.line)
-            return False
+            self._skip(bad)
+            return None
         assert isinstance(row, Row)
-        if row.arrival_ns < self._latest_ns:
+        self._num_taken += 1
+        if self._times is not None:
+            self.num_replaced += row.arrival_ns is not None
+            row = row._replace(arrival_ns=next(self._times))
+        arrival_ns = _arrival_ns(row)
+        if arrival_ns < self._latest_ns:
             if self.strict:
-                raise TraceError(f"line {row.line}: arrives before a row above it")
-            self.out_of_order(row.line)
-        self._latest_ns = max(self._latest_ns, row.arrival_ns)
+                raise TraceError(f"{_place(row, self.word)}: arrives before a row above it")
+            self.out_of_order(row)
+        else:
+            self._latest_ns = arrival_ns
         if row.unknown_keys:
             if self.strict:
                 names = ", ".join(sorted(row.unknown_keys))
-                raise TraceError(f"line {row.line}: unknown keys {names}")
+                raise TraceError(f"{_place(row, self.word)}: unknown keys {names}")
             self.unknown.update(row.unknown_keys)
-        return True
+        return row
+
+    def _without_time(self, row: Row) -> BadRow | None:
+        if row.arrival_ns is not None or self._times is not None:
+            return None
+        if not self._num_taken:
+            raise TraceError(
+                f"{_NO_ARRIVAL} at {_place(row, self.word)}: name a process that makes them, as in "
+                f"{EXAMPLE}"
+            )
+        return BadRow(row.line, _NO_ARRIVAL, "", row.file)
+
+    def _skip(self, bad: BadRow) -> None:
+        if self.strict:
+            detail = f" ({bad.detail})" if bad.detail else ""
+            raise TraceError(f"{_place(bad, self.word)}: {bad.reason}{detail}")
+        reason = f"{bad.file}: {bad.reason}" if bad.file else bad.reason
+        group = self.skipped.get((bad.file, bad.reason))
+        if group is None:
+            group = Skipped(reason, [], bad.detail, self.word)
+            self.skipped[bad.file, bad.reason] = group
+        group.lines.append(bad.line)
 
     @abstractmethod
     def objection(self, row: Row) -> BadRow | None:
         """What rows before this one have against it."""
 
     @abstractmethod
-    def out_of_order(self, line: int) -> None:
+    def out_of_order(self, row: Row) -> None:
         """A row arrives before one above it."""
+
+    def late_text(self) -> str:
+        """Where late rows stand."""
+        return ""
 
     @property
     def num_skipped(self) -> int:
@@ -373,27 +403,35 @@ class _Checks(ABC):
 
 
 class _WholeChecks(_Checks):
-    def __init__(self, strict: bool) -> None:
-        super().__init__(strict)
-        self._line_of_id: dict[str, int] = {}
-        self.late: list[int] = []
-        """Lines of the rows that stand below later ones."""
+    def __init__(self, files: TraceFiles, strict: bool, process: ArrivalProcess | None) -> None:
+        super().__init__(files, strict, process)
+        self._place_of_id: dict[str, tuple[str, int]] = {}
+        self._late: dict[str, list[int]] = {}
+        """By file, where rows stand below later ones."""
 
     def objection(self, row: Row) -> BadRow | None:
         if row.id is None:
             return None
-        first = self._line_of_id.setdefault(row.id, row.line)
-        if first == row.line:
+        first = self._place_of_id.setdefault(row.id, (row.file, row.line))
+        if first == (row.file, row.line):
             return None
-        return BadRow(row.line, "duplicate id", f"{row.id!r} is at line {first} already")
+        file, line = first
+        place = f"{self.word} {line}" + (f" of {file}" if file else "")
+        return BadRow(row.line, "duplicate id", f"{row.id!r} is at {place} already", row.file)
 
-    def out_of_order(self, line: int) -> None:
-        self.late.append(line)
+    def out_of_order(self, row: Row) -> None:
+        self.num_late += 1
+        self._late.setdefault(row.file, []).append(row.line)
+
+    def late_text(self) -> str:
+        if list(self._late) == [""]:
+            return lines_text(self._late[""], word=self.word)
+        return ", ".join(f"{file}: {rows_text(len(late))}" for file, late in self._late.items())
 
     def id_prefix(self) -> str:
-        """What no given id begins with."""
-        prefix = _ID_PREFIX
-        while any(given.startswith(prefix) for given in self._line_of_id):
+        """What no given id begins with, before the number of a row that has none."""
+        prefix = f"{self.word}-"
+        while any(given.startswith(prefix) for given in self._place_of_id):
             prefix = "~" + prefix
         return prefix
 
@@ -401,9 +439,10 @@ class _WholeChecks(_Checks):
 class _StreamChecks(_Checks):
     """The same without remembering rows: what would need them stops the stream."""
 
-    def __init__(self, strict: bool) -> None:
-        super().__init__(strict)
+    def __init__(self, files: TraceFiles, strict: bool, process: ArrivalProcess | None) -> None:
+        super().__init__(files, strict, process)
         self._seen: set[int] = set()
+        self._prefix = f"{self.word}-"
 
     def objection(self, row: Row) -> BadRow | None:
         if row.id is not None:
@@ -411,23 +450,29 @@ class _StreamChecks(_Checks):
             mark = hash(row.id)
             if mark in self._seen:
                 raise NotStreamableError("an id comes twice")
-            if row.id.startswith(_ID_PREFIX):
-                raise NotStreamableError(f"an id begins with {_ID_PREFIX}")
+            if row.id.startswith(self._prefix):
+                raise NotStreamableError(f"an id begins with {self._prefix}")
             self._seen.add(mark)
         return None
 
-    def out_of_order(self, line: int) -> None:
+    def out_of_order(self, row: Row) -> None:
         raise NotStreamableError("rows are not in order of arrival")
+
+    def id_prefix(self) -> str:
+        return self._prefix
 
 
 class _Notes:
     """What is to be said of the rows used, which come in order of arrival."""
 
-    def __init__(self, reader: TraceFormat, earliest_ns: int) -> None:
+    def __init__(self, files: TraceFiles, process: ArrivalProcess | None, earliest: Row) -> None:
         self.num_rows = 0
-        self.first_ns = self.last_ns = earliest_ns
-        self.start_ns, self._about_clock = self._start(reader, earliest_ns)
+        self._files = files
+        self._process = process
+        self.first_ns = self.last_ns = _arrival_ns(earliest)
+        self.start_ns, self._about_clock = self._start(files.format, self.first_ns)
         self._num_unknown = self._num_cut = 0
+        self._remarks: Counter[str] = Counter()
         self._distinct_gaps = array("q")
 
     @property
@@ -436,17 +481,21 @@ class _Notes:
 
     def add(self, row: Row) -> None:
         self.num_rows += 1
-        if row.arrival_ns > self.last_ns:
-            self._distinct_gaps.append(row.arrival_ns - self.last_ns)
-            self.last_ns = row.arrival_ns
+        arrival_ns = _arrival_ns(row)
+        if arrival_ns > self.last_ns:
+            self._distinct_gaps.append(arrival_ns - self.last_ns)
+            self.last_ns = arrival_ns
         self._num_unknown += row.content is None
         self._num_cut += row.max_tokens is not None and row.max_tokens < row.output_tokens
+        if row.remarks:
+            self._remarks.update(row.remarks)
 
-    @staticmethod
-    def _start(reader: TraceFormat, earliest_ns: int) -> tuple[int, str]:
+    def _start(self, reader: TraceFormat, earliest_ns: int) -> tuple[int, str]:
         """The time that becomes 0, and why."""
+        if self._process is not None:
+            return 0, ""
         if reader.clock == "absolute":
-            return earliest_ns, "The earliest row is time 0: the file has dates."
+            return earliest_ns, f"The earliest row is time 0: {reader.clock_zero}."
         if earliest_ns > _EPOCH_NS:
             return earliest_ns, (
                 f"The clock starts at {earliest_ns / 1e9:.0f} s, so it is taken for a Unix clock: "
@@ -454,20 +503,39 @@ class _Notes:
             )
         return 0, ""
 
-    def sentences(self, late: list[int], unknown: Counter[str]) -> list[str]:
-        """All there is to say; ``late`` are lines of rows that had to be sorted in."""
+    def sentences(self, checks: _Checks) -> list[str]:
+        """All there is to say."""
         notes = [self._about_clock] if self._about_clock else []
-        if late:
+        if self._files.is_folder:
             notes.append(
-                f"Sorted by arrival: {rows_text(len(late))} below later ones ({lines_text(late)})."
+                f"{self._files.num_files} files read in the order of their names, as parts of one "
+                "trace: one clock, one space of hash ids."
+            )
+        if self._process is not None:
+            notes.append(
+                f"Arrival times are made, in the order of the file: {self._process}"
+                + (
+                    f"; those of {rows_text(checks.num_replaced)} are not used."
+                    if checks.num_replaced
+                    else "; the file has none."
+                )
+            )
+        if self._files.format.assumes:
+            notes.append(self._files.format.assumes)
+        notes += [f"{text}: {rows_text(rows)}." for text, rows in sorted(self._remarks.items())]
+        if checks.num_late:
+            notes.append(
+                f"Sorted by arrival: {rows_text(checks.num_late)} below later ones "
+                f"({checks.late_text()})."
             )
         distinct = len(self._distinct_gaps) + 1
         shared = self.num_rows - distinct
-        if distinct > 2 and shared > self.num_rows // 2:
+        if self._process is None and distinct > 2 and shared > self.num_rows // 2:
             tick_s = float(np.median(np.array(self._distinct_gaps, np.int64))) / 1e9
             notes.append(
                 f"Arrivals come in ticks of about {tick_s:.3g} s: {shared} of {self.num_rows} rows "
-                f"have the time of another ({distinct} distinct). The bursts are the clock's."
+                f"have the time of another ({distinct} distinct). The bursts are the clock's; "
+                "--spread lays them over the tick."
             )
         if not self.has_identity:
             notes.append(
@@ -483,16 +551,17 @@ class _Notes:
             notes.append(
                 f"{rows_text(self._num_cut)} with more output_tokens than max_tokens allows."
             )
-        if unknown:
-            names = ", ".join(f"{key} ({rows_text(rows)})" for key, rows in sorted(unknown.items()))
+        if unknown := sorted(checks.unknown.items()):
+            names = ", ".join(f"{key} ({rows_text(rows)})" for key, rows in unknown)
             notes.append(f"Unknown keys ignored: {names}.")
         return notes
 
 
 def _arrival(row: Row, start_ns: int, id_prefix: str) -> Arrival:
-    arrival_ns = row.arrival_ns - start_ns
+    arrival_ns = _arrival_ns(row) - start_ns
+    place = f"{row.file}:{row.line}" if row.file else str(row.line)
     request = Request(
-        id=f"{id_prefix}{row.line}" if row.id is None else row.id,
+        id=f"{id_prefix}{place}" if row.id is None else row.id,
         arrival_ns=arrival_ns,
         num_prompt_tokens=row.prompt_tokens,
         content=row.content,

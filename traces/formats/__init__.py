@@ -1,30 +1,114 @@
 """The formats known here, and which of them a file is, by its content.
 
-To add one: a module with a small `TraceFormat`, and a line in `FORMATS`.
+To add one: a module with a small `TraceFormat`, and a line in `FORMATS`. One's own format needs no
+change here: a package that names its `TraceFormat` class under the entry point group
+``kvplan.trace_formats`` is found where it is installed.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import metadata
+
+from traces.formats.aiperf import AiperfMooncake, AiperfTurns
 from traces.formats.azure import Azure
+from traces.formats.bailian import Bailian
 from traces.formats.base import Head, TraceError, TraceFormat
+from traces.formats.baseten import Baseten
+from traces.formats.blis import Blis
+from traces.formats.burstgpt import BurstGpt
+from traces.formats.dynamo import Dynamo
+from traces.formats.gateways import Helicone, Langfuse, LiteLlm
+from traces.formats.lengths import LlamaCpp, Llmperf, OpenAiBatch, SglangBench
+from traces.formats.llmservingsim import LLMServingSim
 from traces.formats.mooncake import Mooncake
 from traces.formats.native import Native
+from traces.formats.native_csv import NativeCsv
+from traces.formats.otel import OtelSpans
+from traces.formats.refused import (
+    AccessLog,
+    GenAiPerf,
+    GuideLlmYaml,
+    InferencePerfSummary,
+    OpenAiUsage,
+    Prometheus,
+    VllmLog,
+)
+from traces.formats.results import AiPerf, GuideLlm, InferencePerf, VllmBench
+from traces.formats.sagemaker import SageMaker
+from traces.formats.simulators import SplitwiseSim, Vidur
 
-FORMATS: tuple[TraceFormat, ...] = (Native(), Azure(), Mooncake())
+FORMATS: tuple[TraceFormat, ...] = (
+    Native(),
+    NativeCsv(),
+    Azure(),
+    Mooncake(),
+    Bailian(),
+    BurstGpt(),
+    AiperfMooncake(),
+    AiperfTurns(),
+    Baseten(),
+    Vidur(),
+    SplitwiseSim(),
+    Blis(),
+    SglangBench(),
+    Llmperf(),
+    OpenAiBatch(),
+    LlamaCpp(),
+    LLMServingSim(),
+    Dynamo(),
+    VllmBench(),
+    GuideLlm(),
+    AiPerf(),
+    InferencePerf(),
+    LiteLlm(),
+    Langfuse(),
+    Helicone(),
+    OtelSpans(),
+    SageMaker(),
+    GenAiPerf(),
+    InferencePerfSummary(),
+    GuideLlmYaml(),
+    OpenAiUsage(),
+    Prometheus(),
+    VllmLog(),
+    AccessLog(),
+)
+
+PLUGINS = "kvplan.trace_formats"
+"""Entry point group of formats from other packages."""
+
+
+@cache
+def all_formats() -> tuple[TraceFormat, ...]:
+    """`FORMATS` and those of installed packages. Raises `TraceError` for one that cannot be used."""
+    formats = list(FORMATS)
+    for entry in sorted(metadata.entry_points(group=PLUGINS), key=lambda entry: entry.name):
+        where = f"format plug-in {entry.name} ({entry.value})"
+        try:
+            plugin = entry.load()()
+        except Exception as error:  # whatever another package's code does
+            words = " ".join(f"{type(error).__name__}: {error}".split())
+            raise TraceError(f"{where}: cannot be loaded: {words}") from error
+        if not isinstance(plugin, TraceFormat):
+            raise TraceError(f"{where}: is not a TraceFormat")
+        if any(plugin.name == known.name for known in formats):
+            raise TraceError(f"{where}: there is a format {plugin.name} already")
+        formats.append(plugin)
+    return tuple(formats)
 
 
 def known_formats() -> str:
-    """Every format and what it is recognised by, in one line."""
-    return "; ".join(f"{known.name} ({known.recognised_by})" for known in FORMATS)
+    """The name of every format, in one line."""
+    return ", ".join(known.name for known in all_formats())
 
 
 def by_name(name: str) -> TraceFormat:
     """The format that ``--format`` names. Raises `TraceError`."""
-    for known in FORMATS:
+    for known in all_formats():
         if known.name == name:
             return known
-    names = ", ".join(known.name for known in FORMATS)
-    raise TraceError(f"no trace format {name!r}; there are {names}")
+    raise TraceError(f"no trace format {name!r}; there are {known_formats()}")
 
 
 def detect(head: Head) -> TraceFormat | None:
@@ -33,12 +117,12 @@ def detect(head: Head) -> TraceFormat | None:
     Formats share names (``timestamp``), so the most specific one wins. Raises `TraceError` where
     two are equally likely.
     """
-    scores = [(known.match(head), known) for known in FORMATS]
+    scores = [(known.match(head), known) for known in all_formats()]
     best = max(score for score, _ in scores)
     if best == 0:
         return None
     likely = [known for score, known in scores if score == best]
     if len(likely) > 1:
-        names = " or ".join(known.name for known in likely)
+        names = " or ".join(f"{known.name} ({known.units})" for known in likely)
         raise TraceError(f"could be {names}: choose with --format")
     return likely[0]

@@ -1,7 +1,7 @@
-"""Azure LLM inference traces of 2023 and 2024: CSV with a date and two lengths.
+"""Azure LLM inference traces of 2023 to 2025: CSV with a date and two lengths.
 
-https://github.com/Azure/AzurePublicDataset. The clock has 7 decimals (100 ns), which the standard
-library's parsers refuse or cut, so it is read here.
+https://github.com/Azure/AzurePublicDataset. The multimodal trace of 2025 adds ``NumImages``. The
+clock has 7 decimals (100 ns), which the standard library's parsers refuse or cut, so it is read here.
 """
 
 from __future__ import annotations
@@ -11,11 +11,23 @@ from datetime import date
 from functools import lru_cache
 from typing import ClassVar, Literal
 
-from traces.formats.base import CsvFormat, Row, RowError, shown, to_number, tokens
+from traces.formats.base import (
+    NO_REMARKS,
+    CsvFormat,
+    Row,
+    RowError,
+    field_number,
+    shown,
+    tokens,
+    whole,
+)
 
 _TIMESTAMP = re.compile(
     r"(\d{4}-\d\d-\d\d)[ T](\d\d):(\d\d):(\d\d)(?:\.(\d{1,9}))?(?:Z|([+-])(\d\d):?(\d\d))?",
     re.ASCII,
+)
+_IMAGES = frozenset(
+    {"Images are taken to be counted in ContextTokens; encoding them costs nothing here"}
 )
 
 
@@ -29,22 +41,17 @@ class Azure(CsvFormat):
     prefix_identity = "none"
     licence = "CC-BY-4.0 (Azure Public Dataset)"
     required = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    optional = ("NumImages",)
 
     def parse(self, line: int, fields: dict[str, str]) -> Row:
+        has_images = "NumImages" in fields and whole(field_number(fields, "NumImages"), "NumImages")
         return Row(
             line=line,
             arrival_ns=timestamp_ns(fields["TIMESTAMP"], "TIMESTAMP"),
-            prompt_tokens=_tokens(fields, "ContextTokens"),
-            output_tokens=_tokens(fields, "GeneratedTokens"),
+            prompt_tokens=tokens(field_number(fields, "ContextTokens"), "ContextTokens"),
+            output_tokens=tokens(field_number(fields, "GeneratedTokens"), "GeneratedTokens"),
+            remarks=_IMAGES if has_images else NO_REMARKS,
         )
-
-
-def _tokens(fields: dict[str, str], name: str) -> int:
-    try:
-        number = to_number(fields[name])
-    except RowError as error:
-        raise RowError(f"{name} is {error.reason}", error.detail) from None
-    return tokens(number, name)
 
 
 @lru_cache(maxsize=64)

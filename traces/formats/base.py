@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from functools import cached_property
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
@@ -25,9 +26,12 @@ MAX_TOKENS = 2**31 - 1
 SECONDS = 9
 """Power of ten that turns a unit into nanoseconds."""
 MILLISECONDS = 6
+MICROSECONDS = 3
 
 _EXACT = Context(prec=64, rounding=ROUND_HALF_EVEN)
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_MEMBER = re.compile(rb'"([A-Za-z_][A-Za-z_0-9.]*)"\s*:')
+_NAMES_BYTES = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -44,11 +48,17 @@ class RowError(ValueError):
         self.detail = detail
 
 
+NO_REMARKS: frozenset[str] = frozenset()
+TEXT_PROMPT = "the prompt is text: only a tokenizer tells its tokens"
+
+
 class Row(NamedTuple):
     """A request as a file gives it; times in ns on the file's own clock."""
 
     line: int
-    arrival_ns: int
+    """Where it stands: what it counts, ``TraceFormat.counted_as`` says."""
+    arrival_ns: int | None
+    """``None``: the file does not say; a process has to be named (``--arrivals``)."""
     prompt_tokens: int
     output_tokens: int
     id: str | None = None
@@ -61,6 +71,10 @@ class Row(NamedTuple):
     session_id: str | None = None
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     unknown_keys: frozenset[str] = frozenset()
+    remarks: frozenset[str] = NO_REMARKS
+    """What was assumed of this row, as the report prints it before a count of rows."""
+    file: str = ""
+    """Which file of a folder it is from."""
 
 
 class BadRow(NamedTuple):
@@ -69,6 +83,8 @@ class BadRow(NamedTuple):
     line: int
     reason: str
     detail: str
+    file: str = ""
+    """Which file of a folder it is from."""
 
 
 def shown(value: object) -> str:
@@ -112,6 +128,24 @@ def scaled(value: object, name: str, exponent: int) -> int:
     if not -INT64_MAX <= number <= INT64_MAX:
         raise RowError(f"{name} is out of range", shown(value))
     return number
+
+
+def exact(value: object) -> object:
+    """A float as the shortest decimal that gives it back; anything else as it is.
+
+    For values that a library has turned into floats already. Not finite ones stay floats.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        return Decimal(repr(value))
+    return value
+
+
+def field_number(fields: Mapping[str, str], name: str) -> int | Decimal:
+    """The number in a text field. Raises `RowError` with the field's name."""
+    try:
+        return to_number(fields[name])
+    except RowError as error:
+        raise RowError(f"{name} is {error.reason}", error.detail) from None
 
 
 def time_ns(value: object, name: str, exponent: int) -> int:
@@ -185,20 +219,23 @@ def decoded(line: bytes) -> str:
 _DECODER = json.JSONDecoder(parse_float=_decimal)
 
 
-def json_object(line: bytes) -> dict[str, Any]:
-    """The object that a line holds; numbers with a point or exponent are `Decimal`s.
-
-    Raises `RowError`.
-    """
-    text = decoded(line)
+def json_value(data: bytes) -> Any:
+    """What JSON text holds; numbers with a point or exponent are `Decimal`s. Raises `RowError`."""
+    text = decoded(data)
     try:
-        record = _DECODER.decode(text)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise RowError("not JSON", f"column {error.colno}: {error.msg}") from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise RowError("not JSON", f"{line}column {error.colno}: {error.msg}") from None
     except RowError:
         raise
     except (ValueError, RecursionError) as error:  # thousands of digits, thousands of brackets
         raise RowError("not JSON", str(error)[:60]) from None
+
+
+def json_object(line: bytes) -> dict[str, Any]:
+    """The object that a line holds, as ``json_value`` gives it. Raises `RowError`."""
+    record = json_value(line)
     if not isinstance(record, dict):
         raise RowError("not a JSON object", shown(record))
     return record
@@ -237,6 +274,16 @@ class Head:
         except RowError:
             return []
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of JSON members in the lines, wherever they stand: a document may span many."""
+        text = b"\n".join(self._lines)[:_NAMES_BYTES]
+        return frozenset(name.decode("ascii") for name in _MEMBER.findall(text))
+
+    def starts_with(self, magic: bytes) -> bool:
+        """Whether the file begins with these bytes."""
+        return bool(self._lines) and self._lines[0].startswith(magic)
+
 
 class TraceFormat(ABC):
     """One format. A reader keeps no state between calls."""
@@ -248,6 +295,12 @@ class TraceFormat(ABC):
     units: ClassVar[str]
     clock: ClassVar[Literal["relative", "absolute"]]
     """Whether time 0 is the start of the trace, or the earliest row has to become it."""
+    clock_zero: ClassVar[str] = "the file has dates"
+    """Why the earliest row becomes time 0, where the clock is absolute."""
+    assumes: ClassVar[str] = ""
+    """What a reader takes for granted of every row: a sentence that the report prints."""
+    counted_as: ClassVar[str] = "line"
+    """What ``Row.line`` counts, from 1."""
     prefix_identity: ClassVar[str]
     """What the format tells about equal prefixes, in words."""
     licence: ClassVar[str]
@@ -277,12 +330,17 @@ class JsonLinesFormat(TraceFormat):
     def parse(self, line: int, record: dict[str, Any]) -> Row:
         """A row from an object that has the required keys. Raises `RowError`."""
 
+    def parser(self) -> Callable[[int, dict[str, Any]], Row]:
+        """``parse`` for one pass over a file, with what it has to remember of the rows above."""
+        return self.parse
+
     def match(self, head: Head) -> int:
         seen = any(self.signature <= record.keys() for record in head.records)
         return len(self.signature) if seen else 0
 
     def rows(self, source: BinaryIO) -> Iterator[Row | BadRow]:
         known = self.required | self.optional
+        parse = self.parser()
         for number, line in text_lines(source):
             try:
                 record = json_object(line)
@@ -290,7 +348,7 @@ class JsonLinesFormat(TraceFormat):
                     if record.get(key) is None:
                         missing = sorted(k for k in self.required if record.get(k) is None)
                         raise RowError(f"{', '.join(missing)} missing")
-                row = self.parse(number, record)
+                row = parse(number, record)
             except RowError as error:
                 yield BadRow(number, error.reason, error.detail)
                 continue
@@ -312,7 +370,10 @@ class CsvFormat(TraceFormat):
         return len(self.required) if set(self.required) <= set(head.header) else 0
 
     def rows(self, source: BinaryIO) -> Iterator[Row | BadRow]:
-        lines = text_lines(source)
+        return self.table(text_lines(source))
+
+    def table(self, lines: Iterator[tuple[int, bytes]]) -> Iterator[Row | BadRow]:
+        """The rows of numbered lines, of which the first is the header. Raises `TraceError`."""
         header = Head([line for _, line in (next(lines, (0, b"")),)]).header
         missing = [column for column in self.required if column not in header]
         if missing:

@@ -9,10 +9,28 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from blockmanager.content import HashedContent
-from traces.formats.base import MILLISECONDS, JsonLinesFormat, Row, int64_list, time_ns, tokens
+from traces.formats.base import (
+    MILLISECONDS,
+    Head,
+    JsonLinesFormat,
+    Row,
+    int64_list,
+    time_ns,
+    tokens,
+)
 from traces.formats.native import hashed
 
 HASH_BLOCK_SIZE = 512
+FINE_BLOCK_SIZE = 16
+"""Of Bailian traces, which have the same keys but seconds."""
+AS_LIKELY = 2
+"""What both formats score where the ids do not tell them apart."""
+
+
+def fits(record: dict[str, Any], size: int) -> bool:
+    """Whether a row has as many hash ids as its prompt has blocks of ``size`` tokens, rounded up."""
+    length, ids = record.get("input_length"), record.get("hash_ids")
+    return type(length) is int and isinstance(ids, list) and len(ids) == -(-length // size)
 
 
 class Mooncake(JsonLinesFormat):
@@ -28,6 +46,14 @@ class Mooncake(JsonLinesFormat):
     optional = frozenset({"hash_ids"})
     # Without the ids nothing says that `timestamp` is milliseconds: only --format may say so.
     signature = required | optional
+
+    def match(self, head: Head) -> int:
+        if not super().match(head):
+            return 0
+        rows = [record for record in head.records if self.signature <= record.keys()]
+        sure = any(fits(row, HASH_BLOCK_SIZE) and not fits(row, FINE_BLOCK_SIZE) for row in rows)
+        fine = any(fits(row, FINE_BLOCK_SIZE) for row in rows)
+        return len(self.signature) if sure or not fine else AS_LIKELY
 
     def parse(self, line: int, record: dict[str, Any]) -> Row:
         prompt_tokens = tokens(record["input_length"], "input_length")
