@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ from simulator.bands import with_band
 from simulator.compare import compare, compare_json
 from simulator.flags import add_server_flags, options_of
 from simulator.report import render
-from simulator.run import OnProgress, RunResult, package_version, run
+from simulator.run import AnyTrace, OnProgress, RunResult, package_version, run
 from simulator.settings import Setup, resolve
-from traces import Trace, TraceError, TraceStream, find_trace, stream_trace
+from traces import TraceError, find_trace, read_trace, stream_trace
+from traces.arrivals import ArrivalProcess
+from traces.sessions import is_session_trace, read_sessions
+from traces.shape import shaped_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,10 +54,31 @@ def _run_parser() -> argparse.ArgumentParser:
         "--trace",
         required=True,
         metavar="FILE",
-        help="requests: native JSONL, Azure CSV or Mooncake JSONL",
+        help="requests or sessions in any known format (`python -m traces inspect --help` lists them)",
     )
     add("--format", metavar="NAME", help="insist on a trace format instead of recognising it")
     add("--strict", action="store_true", help="a row that would be skipped or repaired is an error")
+    add(
+        "--arrivals",
+        metavar="PROCESS",
+        help="when requests come, or sessions start, where the file does not say: poisson:rate=R,seed=S, "
+        "constant:rate=R or all-at-once",
+    )
+    add("--spread", action="store_true", help="spread rows of one coarse tick evenly over it")
+    add(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="change the load, in the order given, e.g. rate:factor=2,by=stretch (see `python -m traces "
+        "convert --help`)",
+    )
+    add(
+        "--users",
+        type=int,
+        metavar="N",
+        help="closed loop: so many requests (or sessions) under way, the next as one ends",
+    )
     add("--max-tokens", type=int, metavar="N", help="output limit of rows that have none")
     add(
         "--deadline",
@@ -107,11 +132,11 @@ def _run(argv: list[str]) -> int:
             check_writable(args.out)  # before the work, not after it
         setup = resolve(options_of(args))
         path, origin = find_trace(args.trace)
-        trace = stream_trace(path, args.format, args.strict)
-    result = _with_progress(setup, trace, args.strict)
+        trace = _load(args, path)
+    result = _with_progress(setup, trace, args.strict, args.users)
     if args.bands:
         with user_input():
-            result = with_band(result, setup)
+            result = with_band(result, setup, args.users)
     if args.out is not None:
         with user_input():
             _write(result.record, args.out, setup, steps=not args.no_steps)
@@ -133,6 +158,40 @@ def _run(argv: list[str]) -> int:
     return 0 if _limits_hold(result.record) else 1
 
 
+def _load(args: argparse.Namespace, path: Path) -> AnyTrace:
+    """The trace, shaped, or the sessions of a file of sessions. Raises ``ValueError``."""
+    if args.users is not None and args.users < 1:
+        raise ValueError(f"--users is {args.users}, expected at least 1")
+    if path.exists() and is_session_trace(path):
+        for flag in ("shape", "spread", "max_tokens", "deadline", "warm_start"):
+            if getattr(args, flag):
+                raise ValueError(
+                    f"--{flag.replace('_', '-')} has no effect on sessions, as {path} has"
+                )
+        sessions = read_sessions(path, args.format, args.strict)
+        if args.arrivals is not None:
+            if args.users is not None:
+                raise ValueError("--users and --arrivals are both given, expected one of them")
+            times = ArrivalProcess.parse(args.arrivals).times_ns()
+            starts = zip(sessions.sessions, times, strict=False)
+            return replace(
+                sessions,
+                sessions=tuple(replace(session, start_ns=time) for session, time in starts),
+                notes=[*sessions.notes, f"Sessions start by --arrivals {args.arrivals}."],
+            )
+        if args.users is None and not sessions.has_starts:
+            raise ValueError(
+                f"{path}: its sessions have no start: say --users N, or --arrivals poisson:rate=R,seed=S"
+            )
+        return sessions
+    if args.shape:
+        trace = read_trace(
+            path, args.format, args.strict, arrivals=args.arrivals, spread=args.spread
+        )
+        return shaped_trace(trace, args.shape)
+    return stream_trace(path, args.format, args.strict, arrivals=args.arrivals, spread=args.spread)
+
+
 class _Tried(NamedTuple):
     text: str
     as_json: dict[str, Any] | None
@@ -150,7 +209,8 @@ def _try_change(parser: argparse.ArgumentParser, argv: list[str], result: RunRes
     except ValueError as error:
         return _Tried(f"{' '.join(flags)}, which cannot be run: {error}", None)
     try:
-        changed = _with_progress(setup, result.trace, strict=False)
+        users = parser.parse_args(argv).users
+        changed = _with_progress(setup, result.trace, strict=False, users=users)
     except UsageError as error:
         return _Tried(f"{' '.join(flags)}, which could not be run: {error}", None)
     names = ("as asked", " ".join(flags))
@@ -166,7 +226,7 @@ def _limits_hold(record: RunRecord) -> bool:
     return all(entry["holds"] for entry in statistics)
 
 
-def _with_progress(setup: Setup, trace: Trace | TraceStream, strict: bool) -> RunResult:
+def _with_progress(setup: Setup, trace: AnyTrace, strict: bool, users: int | None) -> RunResult:
     show: OnProgress | None = None
     if sys.stderr.isatty():
 
@@ -176,7 +236,7 @@ def _with_progress(setup: Setup, trace: Trace | TraceStream, strict: bool) -> Ru
             print(f"\r[{bar}] {done:,} requests", end="", file=sys.stderr, flush=True)
 
     try:
-        return run(setup, trace, on_progress=show, strict=strict)
+        return run(setup, trace, on_progress=show, strict=strict, users=users)
     except (TraceError, SpillError) as error:
         raise UsageError(str(error)) from error
     except OverflowError as error:

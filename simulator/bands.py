@@ -12,7 +12,7 @@ from simulator.settings import Setup
 LATENCIES = ("ttft_s", "tpot_s", "itl_s", "e2e_s")
 
 
-def with_band(result: RunResult, setup: Setup) -> RunResult:
+def with_band(result: RunResult, setup: Setup, users: int | None = None) -> RunResult:
     """Run the load twice more, with every step as short and as long as the factors' residuals make
     likely: the result with ``band`` in its summary.
 
@@ -24,7 +24,7 @@ def with_band(result: RunResult, setup: Setup) -> RunResult:
     found: dict[str, Any] = {"scale": [setup.band.low, setup.band.high], "why": setup.band.why}
     for name, scale in (("low", setup.band.low), ("high", setup.band.high)):
         cost = setup.cost.slower(scale)
-        other = run(replace(setup, cost=cost), result.trace).record.summary
+        other = run(replace(setup, cost=cost), result.trace, users=users).record.summary
         found[name] = {
             **{latency: other[latency] for latency in LATENCIES},
             "makespan_s": other["makespan_s"],

@@ -345,9 +345,9 @@ def advance(
             duration += int(np.rint(decode_ns)) + int(np.rint(prefill_ns)) + int(np.rint(kv_write))
         else:
             duration += context_token_ns * (decode_kv[0] + prefill_kv[0])
-        duration = max(duration, launch_ns)
         host = host_ns[num_granted]
-        duration = max(duration, host) if host_hides else duration + host
+        hidden, shown = (host, 0) if host_hides else (0, host)
+        duration = max(duration, hidden + launch_ns) + shown
 
         row = steps[num_steps]
         row[START] = now

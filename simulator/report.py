@@ -15,10 +15,9 @@ from records.run import RunRecord
 from records.steps import StepRows
 from scheduler.policies import load_policy
 from simulator.pictures import TimeBins
-from simulator.run import RunResult, package_version
+from simulator.run import AnyTrace, RunResult, package_version
 from simulator.settings import Setup
 from simulator.verdict import Verdict
-from traces.trace import Trace, TraceStream
 
 WIDTH = 100
 _LABEL = 14
@@ -62,7 +61,7 @@ def render(result: RunResult, setup: Setup, origin: str) -> str:
     sections = [
         [f"kvplan {package_version()}: simulated run".replace(" unknown", "")],
         _verdict(verdict),
-        _what_was_run(setup, trace, origin),
+        _what_was_run(record, setup, trace, origin),
         _outcome(record),
         _latency(summary),
         _band(summary),
@@ -89,7 +88,7 @@ def _verdict(verdict: Verdict) -> list[str]:
     return lines + _line("what helps", change)
 
 
-def _what_was_run(setup: Setup, trace: Trace | TraceStream, origin: str) -> list[str]:
+def _what_was_run(record: RunRecord, setup: Setup, trace: AnyTrace, origin: str) -> list[str]:
     settings, layout = setup.settings, setup.layout
 
     def mark(name: str) -> str:
@@ -98,7 +97,7 @@ def _what_was_run(setup: Setup, trace: Trace | TraceStream, origin: str) -> list
 
     count, span = trace.num_requests, trace.span_ns / 1e9
     rate = f", {_number(count / span)} requests/s" if span else ", all at once"
-    tp = settings["tensor_parallel_size"].value
+    tp = settings["tensor_parallel_size"].value * settings["pipeline_parallel_size"].value
     kv_bytes = setup.num_blocks * layout.bytes_per_block
     config = setup.config
     lines = ["Run"]
@@ -110,6 +109,7 @@ def _what_was_run(setup: Setup, trace: Trace | TraceStream, origin: str) -> list
     )
     if origin:
         lines += _line("", origin)
+    lines += _line("load", str(record.settings["load"]))
     lines += _line(
         "model",
         f"{setup.shape.name}{mark('model')}, {settings['weight_dtype'].value} weights"
@@ -261,7 +261,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
-def _kv(record: RunRecord, trace: Trace | TraceStream) -> list[str]:
+def _kv(record: RunRecord, trace: AnyTrace) -> list[str]:
     kv = record.summary["kv"]
     lines = ["KV memory"]
     hit = (

@@ -20,20 +20,23 @@ from simulator.kernel_run import WORTH_COMPILING, NotPlainError, simulate_compil
 from simulator.replica import simulate
 from simulator.settings import Setting, Setup
 from simulator.verdict import Verdict, judge
+from traces.closed import FixedConcurrency
 from traces.formats.base import TraceError
+from traces.sessions import SessionTrace
 from traces.trace import NotStreamableError, Trace, TraceStream
-from traces.workload import Arrival, OpenLoop
+from traces.workload import Arrival, OpenLoop, Workload
 
 NS = 1_000_000_000
 
 
 OnProgress = Callable[[int, float], None]
+AnyTrace = Trace | TraceStream | SessionTrace
 
 
 class RunResult(NamedTuple):
     record: RunRecord
     verdict: Verdict
-    trace: Trace | TraceStream
+    trace: AnyTrace
     """What was served; a stream that had to be sorted is held now."""
     asked: dict[str, int]
     """Output tokens that the trace has for each request that may not get them all (max_tokens,
@@ -49,11 +52,12 @@ def package_version() -> str:
 
 def run(
     setup: Setup,
-    trace: Trace | TraceStream,
+    trace: AnyTrace,
     *,
     on_progress: OnProgress | None = None,
     compiled: bool | None = None,
     strict: bool = False,
+    users: int | None = None,
 ) -> RunResult:
     """Replay a trace on one replica.
 
@@ -70,6 +74,9 @@ def run(
         the same either way.
     strict
         A request that would be refused is an error.
+    users
+        So many requests (of sessions: sessions) under way at once, whatever the trace's times are;
+        ``None`` = as the trace has them.
 
     Raises
     ------
@@ -82,7 +89,7 @@ def run(
     """
     while True:
         try:
-            return _run(setup, trace, on_progress, compiled, strict)
+            return _run(setup, trace, on_progress, compiled, strict, users)
         except NotStreamableError:
             assert isinstance(trace, TraceStream)
             trace = trace.read()
@@ -92,10 +99,11 @@ def run(
 
 def _run(
     setup: Setup,
-    trace: Trace | TraceStream,
+    trace: AnyTrace,
     on_progress: OnProgress | None,
     compiled: bool | None,
     strict: bool,
+    users: int | None,
 ) -> RunResult:
     scheduler = setup.scheduler()
     load = _Load(trace, setup, scheduler)
@@ -124,7 +132,15 @@ def _run(
         if on_progress is not None:
             on_progress(done, load.share_of(done))
 
-    if compiled and why_not(scheduler, setup.cost, first, until_ns) is None:
+    workload: Workload
+    if isinstance(trace, SessionTrace):
+        workload = trace.workload(users=users)
+    elif users is not None:
+        workload = FixedConcurrency(all_arrivals, users)
+    else:
+        workload = OpenLoop(all_arrivals)
+    is_open = isinstance(workload, OpenLoop)
+    if compiled and is_open and why_not(scheduler, setup.cost, first, until_ns) is None:
         simulate_compiled(
             scheduler,
             setup.cost,
@@ -139,14 +155,14 @@ def _run(
             scheduler,
             setup.cost,
             recorder,
-            OpenLoop(all_arrivals),
+            workload,
             until_ns=until_ns,
             async_scheduling=setup.async_scheduling,
             frontend_ns=setup.frontend_ns,
             on_progress=_throttled(report, recorder) if on_progress else _silent,
         )
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
-    settings = run_settings(setup, trace)
+    settings = run_settings(setup, trace, users)
     evictions = scheduler.blocks.pool.num_evictions - evictions_before
     summary = summarize(
         requests,
@@ -166,7 +182,7 @@ def _run(
 class _Load:
     """Arrivals with the flags' ``max_tokens`` and deadline where their rows have none."""
 
-    def __init__(self, trace: Trace | TraceStream, setup: Setup, scheduler: Scheduler) -> None:
+    def __init__(self, trace: AnyTrace, setup: Setup, scheduler: Scheduler) -> None:
         self.asked: dict[str, int] = {}
         self._trace, self._scheduler = trace, scheduler
         self._num_read = 0
@@ -242,12 +258,23 @@ def _throttled(on_progress: Callable[[int], None], recorder: Recorder) -> Callab
     return tick
 
 
-def run_settings(setup: Setup, trace: Trace | TraceStream) -> dict[str, Any]:
+def load_text(trace: AnyTrace, users: int | None) -> str:
+    """How the requests come, in a few words."""
+    if isinstance(trace, SessionTrace):
+        starts = "at their starts" if users is None else f"by {users:,} users"
+        return f"{len(trace.sessions):,} sessions {starts}, in closed loop: turns wait for answers"
+    if users is not None:
+        return f"closed loop: {users:,} requests under way, the next as one ends"
+    return "open loop: requests come at the trace's times, whatever the server does"
+
+
+def run_settings(setup: Setup, trace: AnyTrace, users: int | None) -> dict[str, Any]:
     """run.json: every resolved setting by name, and where each came from."""
     settings: dict[str, Any] = {name: setting.value for name, setting in setup.settings.items()}
     settings["model"] = setup.shape.name
     settings["gpu"] = setup.gpu.name
     settings |= {
+        "load": load_text(trace, users),
         "trace": str(trace.path.name),
         "trace_format": trace.format,
         "trace_sha256": trace.sha256,
@@ -255,6 +282,7 @@ def run_settings(setup: Setup, trace: Trace | TraceStream) -> dict[str, Any]:
         "trace_rows_skipped": [
             {"reason": s.reason, "rows": s.count, "lines": s.lines[:20]} for s in trace.skipped
         ],
+        "trace_notes": list(trace.notes),
         "prefix_identity": trace.has_identity,
         "num_replicas": 1,
         "num_swap_blocks": setup.num_swap_blocks,

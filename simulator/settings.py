@@ -202,7 +202,9 @@ def resolve(options: Options) -> Setup:
     policy_name = r.take("scheduling_policy", "fcfs", "vLLM's default")
     load_policy(policy_name)
     caching = r.take("enable_prefix_caching", True, "vLLM V1's default")
-    cost, serving = _cost(r, shape, gpu, weight_dtype, kv_dtype, tp, pp, block_size)
+    cost, serving = _cost(
+        r, shape, gpu, weight_dtype, kv_dtype, tp, pp, block_size, config.max_num_seqs
+    )
     limits = parse_limits(options.slo) if options.slo is not None else NO_LIMITS
     r.note("slo", str(limits) if limits else None, "given" if limits else "assumed")
     _driver_settings(r)
@@ -252,6 +254,7 @@ def _cost(
     tp: int,
     pp: int,
     block_size: int,
+    max_num_seqs: int,
 ) -> tuple[CostModel, _Serving]:
     """The cost model, and what of a server is not in its steps."""
     flag = r.take("cost_model", "physical", "datasheet figures x fitted shares")
@@ -264,7 +267,15 @@ def _cost(
             raise ValueError(f"--{name.replace('_', '-')} has no effect with --cost-model {flag}")
     factors = factors_for(gpu)
     if given is not None:
-        factors = Calibration.read(Path(given)).apply(factors, shape.name, gpu.name)
+        factors = Calibration.read(Path(given)).apply(
+            factors,
+            model=shape.name,
+            gpu=gpu.name,
+            tp=tp,
+            pp=pp,
+            weight_dtype=weight_dtype,
+            kv_cache_dtype=kv_dtype,
+        )
     r.note("calibration", given, "given" if given else "assumed")
     latency = r.take(
         "frontend_latency",
@@ -291,6 +302,7 @@ def _cost(
         block_size=block_size,
         async_scheduling=asynchronous,
         enforce_eager=r.take("enforce_eager", False, "CUDA graphs, as vLLM's default"),
+        max_num_seqs=max_num_seqs,
         factors=factors,
     )
     band = None

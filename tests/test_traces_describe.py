@@ -270,7 +270,7 @@ def test_the_report_says_what_was_skipped(
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["inspect"], ["inspect", "x", "--block-size", "0"], ["inspect", "x", "--format", "y"]],
+    [[], ["inspect"], ["inspect", "x", "--block-size", "0"]],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

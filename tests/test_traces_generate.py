@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from traces import TraceError, default_trace_path, read_trace
-from traces.__main__ import main, write_new
+from traces.__main__ import main
+from traces.convert import write_new
 from traces.describe import describe
 from traces.generate import ChatSettings, Lognormal, chat_lines, generate_chat
 from traces.laws import (
@@ -203,7 +204,6 @@ def test_whatever_is_made_is_read_back_without_a_complaint(
         (["--rate", "nan"], "rate is nan"),
         (["--cv", "inf"], "cv is inf"),
         (["--turns", "0.5"], "turns is 0.5"),
-        (["--think", "9:3"], "think_s: need"),
         (["--seed", "-1"], "seed is -1"),
         (["--duration", "1e8"], "requests, at most"),
         (["--max-context", "1"], "no request falls into"),
@@ -223,7 +223,10 @@ def test_wrong_law_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as stopped:
         main(["generate", "--out", str(tmp_path / "trace"), "--think", "9"])
     assert stopped.value.code == 2
-    assert "'9' is not MEDIAN:P95" in capsys.readouterr().err
+    assert "'9' is no law; expected MEDIAN:P95" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["generate", "--out", str(tmp_path / "trace"), "--think", "9:3"])
+    assert "median 9, p95 3" in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten_without_force(

@@ -293,6 +293,19 @@ class SessionTrace:
         return sum(len(session.turns) for session in self.sessions)
 
     @property
+    def span_ns(self) -> int:
+        """From the first start of a session to the last; 0 where they are not known. Later turns come
+        when their answers do."""
+        starts = [s.start_ns for s in self.sessions if s.start_ns is not None]
+        return max(starts) - min(starts) if starts else 0
+
+    def __iter__(self) -> Iterator[Arrival]:
+        """Every turn, as if sent at its session's start."""
+        for session in self.sessions:
+            for turn in session.turns:
+                yield sent_at(Arrival(turn.request, turn.output_tokens), session.start_ns or 0)
+
+    @property
     def num_skipped(self) -> int:
         return sum(skipped.count for skipped in self.skipped)
 

@@ -19,6 +19,7 @@ from blockmanager.content import Content, ExtraKeys, HashedContent, TokenContent
 from scheduler.request import Request
 from traces.formats.base import INT64_MAX, MAX_TOKENS, RowError, TraceError, time_ns, to_number
 from traces.laws import parse_options
+from traces.trace import Trace
 from traces.workload import Arrival
 
 Identity = Literal["own", "shared"]
@@ -289,6 +290,15 @@ sample:count=N[,seed=N][,unit=session]
 first:count=N
 repeat:times=N[,identity=shared]"""
 """What `shape` reads; seeds are 0, units requests and identities own where they are not given."""
+
+
+def shaped_trace(trace: Trace, steps: Sequence[str]) -> Trace:
+    """A trace after the steps that flags name; its notes tell them. Raises `TraceError`."""
+    if not steps:
+        return trace
+    done = shape(trace.arrivals, steps)
+    notes = [*trace.notes, *(f"Shaped: {step}." for step in done.trail)]
+    return replace(trace, arrivals=list(done.arrivals), notes=notes)
 
 
 class _Values:

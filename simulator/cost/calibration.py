@@ -10,6 +10,8 @@ from typing import Any, TypeGuard
 
 from simulator.cost.factors import Factors
 
+_LEAST, _MOST = 0.05, 20.0
+
 
 class CalibrationError(ValueError):
     """A file that is no calibration, or not one of this server."""
@@ -31,6 +33,10 @@ class Calibration:
     frontend_s: float | None = None
     model: str = ""
     gpu: str = ""
+    tp: int = 1
+    pp: int = 1
+    weight_dtype: str = ""
+    kv_cache_dtype: str = ""
     fitted_on: str = ""
     """The run, how many of its requests, and how far off the others are."""
     residuals: dict[str, float] = field(default_factory=dict)
@@ -42,12 +48,14 @@ class Calibration:
         found = [1 + value for name, value in self.residuals.items() if name.startswith("TPOT")]
         return min([0.98, *found]), max([1.02, *found])
 
-    def apply(self, factors: Factors, model: str, gpu: str) -> Factors:
+    def apply(self, factors: Factors, **server: str | int) -> Factors:
         """``factors`` as this server has them.
 
-        Raises ``CalibrationError`` where it was made for another model or GPU.
+        Raises ``CalibrationError`` where what ``server`` names (``model``, ``gpu``, ``tp``, ``pp``,
+        ``weight_dtype``, ``kv_cache_dtype``) is not what was calibrated.
         """
-        for what, own, asked in (("model", self.model, model), ("GPU", self.gpu, gpu)):
+        for what, asked in server.items():
+            own = getattr(self, what)
             if own and own != asked:
                 raise CalibrationError(f"the calibration is of {what} {own}, the run's is {asked}")
         serving = {
@@ -84,6 +92,27 @@ class Calibration:
                 continue
             if not _is_finite(value) or value < 0 or (value == 0 and not is_time):
                 raise CalibrationError(f"{path}: {name} is {value!r}, expected a positive number")
+        for name in ("model", "gpu", "weight_dtype", "kv_cache_dtype", "fitted_on"):
+            if not isinstance(data.get(name, ""), str):
+                raise CalibrationError(f"{path}: {name} is {data[name]!r}, expected text")
+        for name in ("tp", "pp"):
+            if type(data.get(name, 1)) is not int:
+                raise CalibrationError(f"{path}: {name} is {data[name]!r}, expected a whole number")
+        for name in ("weights", "compute", "kv"):
+            if not _LEAST <= data[name] <= _MOST:
+                raise CalibrationError(
+                    f"{path}: {name} is {data[name]:g}, expected from {_LEAST:g} to {_MOST:g}"
+                )
+        residuals = data.get("residuals", {})
+        is_dict = isinstance(residuals, dict)
+        if not is_dict or not all(_is_finite(x) and -0.9 < x < 10 for x in residuals.values()):
+            raise CalibrationError(
+                f"{path}: residuals are {residuals!r}, expected shares by statistic"
+            )
+        if not any(name.startswith("TPOT") for name in residuals):
+            raise CalibrationError(
+                f"{path}: residuals have no TPOT, so that nobody knows how good it is"
+            )
         return cls(**data)
 
 

@@ -174,15 +174,20 @@ def fitted() -> Mapping[str, Any]:
 def factors_for(gpu: GPU) -> Factors:
     """Fitted factors of ``gpu``, or of the nearest GPU that there are some for; ``basis`` says which."""
     document = fitted()
-    gpus: Mapping[str, Any] = document["gpus"]
+    factors = nearest_factors(gpu, document["gpus"], document["serving"])
+    is_measured = factors.basis == "measured kernels"
+    low, high = document["bands"]["measured kernels" if is_measured else _ELSEWHERE]
+    return replace(factors, band=(low, high))
+
+
+def nearest_factors(gpu: GPU, gpus: Mapping[str, Any], serving: Mapping[str, float]) -> Factors:
+    """The same from entries of the data file."""
     name, basis = _nearest(gpu, gpus)
     entry = gpus[name]
     if basis == "datasheet only":
         # A table of attention kernels of 2024 is no guide to today's on a GPU that is in no table.
         entry = {**entry, "decode": gpus[_NEWEST]["decode"], "prefill": gpus[_NEWEST]["prefill"]}
-    factors = factors_from(entry, document["serving"], basis, _about(gpu, name, basis))
-    low, high = document["bands"]["measured kernels" if basis == "measured kernels" else _ELSEWHERE]
-    return replace(factors, band=(low, high))
+    return factors_from(entry, serving, basis, _about(gpu, name, basis))
 
 
 def factors_from(

@@ -115,6 +115,7 @@ def cost_model_from_flag(
     block_size: int = 16,
     async_scheduling: bool = True,
     enforce_eager: bool = False,
+    max_num_seqs: int | None = None,
     factors: Factors | None = None,
 ) -> CostModel:
     """The cost model that a command line names.
@@ -145,6 +146,7 @@ def cost_model_from_flag(
             block_size=block_size,
             async_scheduling=async_scheduling,
             enforce_eager=enforce_eager,
+            max_num_seqs=max_num_seqs,
             factors=factors,
         )
         return physical if kind == "physical" else NoCacheCost(physical)

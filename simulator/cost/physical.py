@@ -18,7 +18,7 @@ from simulator.cost.step import FULL, Amount, Count, StepWork, TermModel
 _WEIGHT_ONLY = ("int4", "mxfp4")
 """Weights of these types are widened in the kernel and multiplied as 16-bit numbers."""
 LARGEST_GRAPH = 512
-"""Tokens of a step up to which vLLM captures CUDA graphs."""
+"""Tokens of a step up to which vLLM captures CUDA graphs; no more than twice ``max_num_seqs``."""
 
 
 class _GemmCost:
@@ -110,7 +110,9 @@ class PhysicalCost(TermModel):
         The host prepares a step while the GPU runs the one before: its time shows only where it is
         the longer one.
     enforce_eager
-        No CUDA graphs: a step lasts at least as long as launching its kernels.
+        No CUDA graphs: a step lasts at least as long as the host takes to launch its kernels.
+    max_num_seqs
+        Of the scheduler, which limits the captured graphs (``None`` = no limit of its own).
     factors
         What the datasheet does not say (``None`` = fitted ones, ``factors_for``).
 
@@ -133,6 +135,7 @@ class PhysicalCost(TermModel):
         swap_memory: Literal["pinned", "pageable"] = "pinned",
         async_scheduling: bool = True,
         enforce_eager: bool = False,
+        max_num_seqs: int | None = None,
         factors: Factors | None = None,
     ) -> None:
         if tp < 1 or any(group.num_heads % tp for group in shape.attention):
@@ -147,6 +150,10 @@ class PhysicalCost(TermModel):
         self.shape, self.gpu, self.tp, self.pp = shape, gpu, tp, pp
         self.factors = factors = factors or factors_for(gpu)
         self.async_scheduling, self.enforce_eager = async_scheduling, enforce_eager
+        self._max_num_seqs = max_num_seqs
+        self._largest_graph = LARGEST_GRAPH
+        if max_num_seqs is not None:
+            self._largest_graph = min(LARGEST_GRAPH, 2 * max_num_seqs)
         self._weight_dtype, self._kv_dtype, self._swap_memory = weight_dtype, kv_dtype, swap_memory
         serving = factors.serving
         bandwidth = gpu.memory_bandwidth / 1e9  # bytes per ns, as every rate from here on
@@ -180,8 +187,7 @@ class PhysicalCost(TermModel):
         self.attention = tuple(
             (self.windows.index(_window(group)), self._attention(group)) for group in groups
         )
-        pieces = 0.0 if enforce_eager else serving.piece_s
-        self.prefill_fixed_ns = 1e9 * (factors.prefill.fixed_s + pieces)
+        self.prefill_fixed_ns = 1e9 * (factors.prefill.fixed_s + serving.piece_s)
         """Of one layer."""
         self._num_attention_layers = sum(group.num_layers for group in groups)
 
@@ -227,16 +233,22 @@ class PhysicalCost(TermModel):
         """Bytes that a token's hidden state takes."""
         self._reduces: dict[int, float] = {}
 
+    def with_factors(self, factors: Factors) -> PhysicalCost:
+        """The same with other factors."""
+        return self._like(self.gpu, factors)
+
     def slower(self, times: float) -> PhysicalCost:
         """The same with every step ``times`` as long: as a GPU with all of its rates divided by that."""
-        gpu, factors = self.gpu, self.factors.slower(times)
         gpu = replace(
-            gpu,
-            memory_bandwidth=gpu.memory_bandwidth / times,
-            flops={dtype: rate / times for dtype, rate in gpu.flops.items()},
-            link_bandwidth=gpu.link_bandwidth / times,
-            host_bandwidth=gpu.host_bandwidth / times,
+            self.gpu,
+            memory_bandwidth=self.gpu.memory_bandwidth / times,
+            flops={dtype: rate / times for dtype, rate in self.gpu.flops.items()},
+            link_bandwidth=self.gpu.link_bandwidth / times,
+            host_bandwidth=self.gpu.host_bandwidth / times,
         )
+        return self._like(gpu, self.factors.slower(times))
+
+    def _like(self, gpu: GPU, factors: Factors) -> PhysicalCost:
         return PhysicalCost(
             self.shape,
             gpu,
@@ -248,6 +260,7 @@ class PhysicalCost(TermModel):
             swap_memory=self._swap_memory,
             async_scheduling=self.async_scheduling,
             enforce_eager=self.enforce_eager,
+            max_num_seqs=self._max_num_seqs,
             factors=factors,
         )
 
@@ -308,7 +321,7 @@ class PhysicalCost(TermModel):
         """Rows that the products compute: with CUDA graphs, those of the next captured size."""
         if self.enforce_eager:
             return num_tokens
-        return graph_size(num_tokens)
+        return graph_size(num_tokens, self._largest_graph)
 
     def work_terms(self, work: StepWork) -> dict[str, Amount]:
         """Time of each term but the host's, ns."""
@@ -439,16 +452,14 @@ class PhysicalCost(TermModel):
         return self._host_step_ns + num_sequences * self._host_sequence_ns
 
     def host_terms(self, work: StepWork, device_ns: Count) -> dict[str, Count]:
-        """What the host adds to ``device_ns``."""
-        terms: dict[str, Count] = {}
-        if self.launch_ns:
-            terms["launches"] = np.maximum(self.launch_ns - device_ns, 0)
-        host = self.host_ns(work.num_sequences)
-        busy = device_ns + terms.get("launches", 0)
-        terms["host"] = np.maximum(host - busy, 0) if self.async_scheduling else host
-        if isinstance(device_ns, np.ndarray):
-            return terms
-        return {name: int(term) for name, term in terms.items()}
+        """What the host adds to ``device_ns``: launches hide behind the GPU, and the rest of its work too
+        where scheduling is asynchronous; both are the same host's."""
+        host, launches = self.host_ns(work.num_sequences), self.launch_ns
+        if self.async_scheduling:
+            term = np.maximum(host + launches - device_ns, 0)
+        else:
+            term = host + np.maximum(launches - device_ns, 0)
+        return {"host": term if isinstance(device_ns, np.ndarray) else int(term)}
 
     def work_flops_bytes(self, work: StepWork) -> tuple[Amount, Amount]:
         """Useful FLOPs and bytes through memory, per GPU of one stage x ``pp``."""
@@ -549,13 +560,14 @@ def _window(group: AttentionLayers) -> int:
     return group.window if group.kind == "sliding" else FULL
 
 
-def graph_size(num_tokens: Count) -> Count:
+def graph_size(num_tokens: Count, largest: int = LARGEST_GRAPH) -> Count:
     """Tokens that a CUDA graph of vLLM computes for so many: 1, 2, 4, then multiples of 8, from 256 on of
-    16, up to ``LARGEST_GRAPH``; more are computed as they are."""
+    16, up to ``largest``; more are computed as they are."""
     if isinstance(num_tokens, np.ndarray):
-        sizes: Count = np.array([graph_size(count) for count in num_tokens.tolist()], np.int64)
+        counts = num_tokens.tolist()
+        sizes: Count = np.array([graph_size(count, largest) for count in counts], np.int64)
         return sizes
-    if num_tokens > LARGEST_GRAPH:
+    if num_tokens > largest:
         return num_tokens
     if num_tokens > 4:
         step = 8 if num_tokens <= 256 else 16

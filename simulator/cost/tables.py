@@ -21,7 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 
 class PriceTables(NamedTuple):
     """Time on the GPU = token_ns[tokens] + head_ns[sampled] + seq_ns[sequences] + attention + KV write;
-    the step lasts as long as that or host_ns[sequences], or both together.
+    the step lasts as long as that, or as the host takes (``PhysicalCost.host_terms``).
 
     Attention and KV write are rounded sums of the rates below; times in ns, bytes and FLOPs per GPU.
     """

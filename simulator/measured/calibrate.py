@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from catalog import load_gpu, load_model
 from simulator.cost import Factors, factors_for
 from simulator.cost.calibration import Calibration
 from simulator.measured.fit_serving import Factor, Values, fit_one, rounded
 from simulator.measured.kernel_tables import FloatArray, TableError
 from simulator.measured.logs import RequestLog, statistics, times_of
 from simulator.measured.served import Metrics, simulate_run
+from simulator.settings import resolve
 
 LEAST_REQUESTS = 40
 """Of a log: half of them tell the factors, the others how good they are."""
@@ -43,7 +43,8 @@ def calibrate(log: RequestLog, *, hold_out: str = "odd") -> Calibrated:
     is_odd = hold_out == "odd"
     fitted_ids = set(log.ids[0 if is_odd else 1 :: 2])
     held_ids = [name for name in log.ids if name not in fitted_ids]
-    gpu = load_gpu(log.run.options.gpu or "")
+    setup = resolve(log.run.options)
+    settings, gpu = setup.settings, setup.gpu
     base = factors_for(gpu)
     serving = base.serving
     factors = (
@@ -67,8 +68,12 @@ def calibrate(log: RequestLog, *, hold_out: str = "odd") -> Calibrated:
     worst = max(abs(after[name] / value - 1) for name, value in measured.items())
     calibration = Calibration(
         **values,
-        model=load_model(log.run.options.model or "").name,
+        model=setup.shape.name,
         gpu=gpu.name,
+        tp=settings["tensor_parallel_size"].value,
+        pp=settings["pipeline_parallel_size"].value,
+        weight_dtype=settings["weight_dtype"].value,
+        kv_cache_dtype=settings["kv_cache_dtype"].value,
         fitted_on=(
             f"{len(fitted_ids)} requests of {log.run.name}; the other {len(held_ids)}: no statistic further "
             f"off than {worst:.1%}"
@@ -86,4 +91,10 @@ def scaled(base: Factors, values: Values) -> Factors:
 def statistics_of(log: RequestLog, factors: Factors, ids: set[str]) -> Metrics:
     """Simulated statistics of some of the log's requests."""
     times = times_of(simulate_run(log.run, factors).requests)
-    return statistics(times[name] for name in log.ids if name in ids and name in times)
+    missing = [name for name in log.ids if name not in times]
+    if missing:
+        raise TableError(
+            f"{log.run.name}: {len(missing)} of its requests (first: {missing[0]}) would be refused by the "
+            "server as described, but were answered: check --max-model-len and the KV memory"
+        )
+    return statistics(times[name] for name in log.ids if name in ids)

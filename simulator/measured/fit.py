@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import simulator.cost.factors
 from catalog import GPU, load_gpu
-from simulator.cost.factors import Factors, factors_for, factors_from
+from simulator.cost.factors import Factors, factors_from, nearest_factors
 from simulator.cost.kernels import (
     DecodeFactors,
     GemmFactors,
@@ -471,22 +471,23 @@ def fit_document(folder: Path, kernels: Fitted) -> dict[str, Any]:
         def host_factors_of(run: ServedRun, values: Mapping[str, float]) -> Factors:
             return factors_of(run, {**fixed, **values})
 
-        host_fit = fit(predictor(loops, ("TPOT mean",), host_factors_of, map_runs), HOST, 2)
+        host_fit = fit(predictor(loops, ("TPOT mean",), host_factors_of, map_runs), HOST)
         left_out = pool.map(
             simulated_metrics,
-            [
-                (run, factors_of(run, {**fixed, **host_fit.values, **left}))
-                for run, left in zip(
-                    [*runs, *loops], [*serving.without, *host_fit.without], strict=True
-                )
-            ],
+            [(run, factors_of(run, left)) for run, left in zip(runs, serving.without, strict=True)],
             chunksize=1,
         )
+        nearest = {**_ASSUMED, **fixed, **host_fit.values}
         logs = [
             load_log(path.parent, Options()).run
             for path in sorted((folder / "vllm_runs").glob("*/*/requests.jsonl"))
         ]
-        elsewhere = pool.map(simulated_metrics, [(run, factors_for(_gpu(run))) for run in logs])
+        elsewhere = pool.map(
+            simulated_metrics,
+            [(run, nearest_factors(_gpu(run), kernels.gpus, nearest)) for run in logs],
+        )
+    measured = _band(runs, left_out, 0.1)
+    others = _band(logs, elsewhere, 0.0)
     values = rounded({**serving.values, **host_fit.values})
     return {
         "sources": list(_SOURCES),
@@ -496,8 +497,8 @@ def fit_document(folder: Path, kernels: Fitted) -> dict[str, Any]:
         }
         | {run.name: rounded(left) for run, left in zip(loops, host_fit.without, strict=True)},
         "bands": {
-            "measured kernels": _band([*runs, *loops], left_out, 0.1),
-            "datasheet only": _band(logs, elsewhere, 0.0),
+            "measured kernels": measured,
+            "datasheet only": [min(measured[0], others[0]), max(measured[1], others[1])],
         },
         "errors": {
             gpu: {what: round(found.median, 4) for what, found in of.items()}

@@ -1,8 +1,8 @@
 """Fit what an engine adds to its kernels, by simulating measured runs.
 
 A few factors, found by Gauss-Newton steps on the logarithm of predicted / measured with a weak pull
-towards where they started (a load that does not tell a factor leaves it alone). Leaving a run out is one
-more step from the fit of all, without that run's rows.
+towards where they started (a load that does not tell a factor leaves it alone). Steps go on until they are
+small; then leaving a run out is one more, without that run's rows: what it moves is that run's doing.
 """
 
 from __future__ import annotations
@@ -53,19 +53,28 @@ HOST = (
     Factor("host_step_s", 1.5e-3, 5e-4, 0.0, 2e-2),
     Factor("host_sequence_s", 1.5e-5, 1e-5, 0.0, 2e-4),
 )
-_PRIOR = 0.1
+_PRIOR = 0.2
 """Weight of the pull to the start, against a run's error of 100 %."""
+_PRIOR_OF_ONE = 0.05
+"""The same where the runs are one, and the rows its statistics."""
+_SMALL = 0.1
+"""A step that moves no factor by more of its scale is the last."""
+_MOST_MOVE = 1.5
 _DIFFERENCE = 0.3
 """Of a factor's scale, for the slopes."""
 
 
-def fit(predict: Predict, factors: Sequence[Factor], num_steps: int = 2) -> FitResult:
+def fit(predict: Predict, factors: Sequence[Factor], most_steps: int = 6) -> FitResult:
     """Least errors over all runs; outliers count less the further they are out."""
     values = {factor.name: factor.start for factor in factors}
-    for _ in range(num_steps):
+    for _ in range(most_steps):
         residuals, slopes = _linearised(predict, values, factors)
-        values = _step(values, residuals, slopes, factors)
-    residuals, slopes = _linearised(predict, values, factors)
+        moved = _step(values, residuals, slopes, factors)
+        if max(abs(moved[f.name] - values[f.name]) / f.scale for f in factors) < _SMALL:
+            break
+        values = moved
+    else:
+        residuals, slopes = _linearised(predict, values, factors)
     without = [
         _step(
             values,
@@ -87,7 +96,7 @@ def fit_one(predict: Predict, factors: Sequence[Factor], num_steps: int = 5) -> 
         error = float(np.mean(np.abs(residuals)))
         if error < least:
             best, least = values, error
-        values = _step(values, residuals, slopes, factors)
+        values = _step(values, residuals, slopes, factors, _PRIOR_OF_ONE)
     return values if float(np.mean(np.abs(predict(values)))) < least else best
 
 
@@ -108,22 +117,49 @@ def _linearised(
 
 
 def _step(
-    values: Values, residuals: FloatArray, slopes: FloatArray, factors: Sequence[Factor]
+    values: Values,
+    residuals: FloatArray,
+    slopes: FloatArray,
+    factors: Sequence[Factor],
+    prior: float = _PRIOR,
 ) -> Values:
     errors = residuals.reshape(-1)
     weight = 1 / np.sqrt(np.maximum(0.05, np.abs(errors)))
     offsets = [(values[factor.name] - factor.start) / factor.scale for factor in factors]
     rows = np.vstack(
-        [slopes.reshape(len(factors), -1).T * weight[:, None], _PRIOR * np.eye(len(factors))]
+        [slopes.reshape(len(factors), -1).T * weight[:, None], prior * np.eye(len(factors))]
     )
-    wanted = np.concatenate([-errors * weight, -_PRIOR * np.array(offsets)])
-    moves = np.clip(np.linalg.lstsq(rows, wanted, rcond=None)[0], -1.5, 1.5)
-    return {
-        factor.name: float(
-            np.clip(values[factor.name] + move * factor.scale, factor.least, factor.most)
+    wanted = np.concatenate([-errors * weight, -prior * np.array(offsets)])
+    least, most = (
+        np.array(
+            [(limit - values[f.name]) / f.scale for f, limit in zip(factors, limits, strict=True)]
         )
+        for limits in ([f.least for f in factors], [f.most for f in factors])
+    )
+    moves = _bounded(rows, wanted, np.maximum(least, -_MOST_MOVE), np.minimum(most, _MOST_MOVE))
+    return {
+        factor.name: float(values[factor.name] + move * factor.scale)
         for factor, move in zip(factors, moves, strict=True)
     }
+
+
+def _bounded(
+    rows: FloatArray, wanted: FloatArray, least: FloatArray, most: FloatArray
+) -> FloatArray:
+    """Least squares within bounds: who leaves them furthest is set on its bound, and the others are
+    solved for again."""
+    found = np.zeros(rows.shape[1])
+    is_free = np.ones(rows.shape[1], np.bool_)
+    while is_free.any():
+        rest = wanted - rows[:, ~is_free] @ found[~is_free]
+        found[is_free] = np.linalg.lstsq(rows[:, is_free], rest, rcond=None)[0]
+        outside = np.where(is_free, np.maximum(least - found, found - most), 0.0)
+        worst = int(np.argmax(outside))
+        if outside[worst] <= 0:
+            break
+        found[worst] = np.clip(found[worst], least[worst], most[worst])
+        is_free[worst] = False
+    return found
 
 
 def predictor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -74,7 +75,7 @@ def load_log(path: Path, given: Options) -> RequestLog:
             return _run_record(path, given)
         if path.is_file():
             return _bench(path, given)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise TableError(f"{path}: not what such a log has: {error!r}") from None
     except json.JSONDecodeError as error:
         raise TableError(f"{path}: not JSON: {error}") from None
@@ -140,6 +141,13 @@ def _bench(path: Path, given: Options) -> RequestLog:
             f"{path}: no input_lens and ttfts, expected the JSON of vllm bench serve --save-detailed"
         )
     starts = data.get("start_times")
+    lengths = {
+        name: len(data[name])
+        for name in ("input_lens", "output_lens", "ttfts", "itls", "start_times", "errors")
+        if isinstance(data.get(name), list)
+    }
+    if len(set(lengths.values())) > 1:
+        raise TableError(f"{path}: its arrays are not of one length: {lengths}")
     if starts is None:
         raise TableError(
             f"{path}: has no start_times, so that nobody knows when its requests came (vLLM records them "
@@ -160,23 +168,28 @@ def _bench(path: Path, given: Options) -> RequestLog:
                 str(index), start, data["input_lens"][index], outputs, ttft, ttft + float(sum(gaps))
             )
         )
-    if not rows:
-        raise TableError(f"{path}: no request that was answered")
+    failed = len(starts) - len(rows)
+    notes = [f"{failed} requests failed or have no output, and are left out"] if failed else []
     options = Options(model=data.get("model_id"))
-    return _log(path.name, _over(options, given), rows, by_client=True)
+    return _log(path.name, _over(options, given), rows, by_client=True, notes=notes)
 
 
 def _run_record(folder: Path, given: Options) -> RequestLog:
     record = RunRecord.read(folder)
-    names = {item.name for item in fields(Options)} - {"slo", "calibration", "cost_model"}
+    settings = record.settings
+    names = {item.name for item in fields(Options)} - {"slo", "calibration", "kv_gb", "swap_space"}
+    sources = settings.get("sources", {})
     known = {
-        name: value
-        for name, value in record.settings.items()
-        if name in names
-        and value is not None
-        and record.settings.get("sources", {}).get(name, {}).get("source") == "given"
+        name: settings[name]
+        for name in names & settings.keys()
+        if settings[name] is not None and sources.get(name, {}).get("source") != "derived"
     }
-    known |= {name: record.settings[name] for name in ("model", "gpu") if name in record.settings}
+    known["num_gpu_blocks"] = settings["num_blocks"] + 1
+    known.pop("gpu_memory_utilization", None)
+    if settings.get("device") == "simulated" and settings.get("calibration"):
+        raise TableError(
+            f"{folder}: a simulated run with a calibration, which is not in the record"
+        )
     requests = record.requests
     rows = []
     for row, status in enumerate(requests["status"]):
@@ -195,9 +208,18 @@ def _run_record(folder: Path, given: Options) -> RequestLog:
                 (finish - arrival) / NS,
             )
         )
-    if not rows:
-        raise TableError(f"{folder}: no request was completed")
-    return _log(folder.name, _over(Options(**known), given), rows, by_client=False)
+    notes = []
+    hits = int(np.sum(requests["cached_tokens"]))
+    if hits:
+        share = hits / max(int(np.sum(requests["prompt_tokens"])), 1)
+        notes.append(
+            f"beware: {share:.0%} of its prompt tokens were prefix hits, and a record does not say between "
+            "which requests: none are simulated"
+        )
+    others = len(requests["status"]) - len(rows)
+    if others:
+        notes.append(f"{others} requests were not completed, and are left out")
+    return _log(folder.name, _over(Options(**known), given), rows, by_client=False, notes=notes)
 
 
 def _over(options: Options, given: Options) -> Options:
@@ -216,7 +238,9 @@ def _log(
     *,
     by_client: bool,
     series: Sequence[Mapping[str, str]] = (),
+    notes: Sequence[str] = (),
 ) -> RequestLog:
+    _check(name, rows)
     rows = sorted(rows, key=lambda row: row.arrival_s)
     start = rows[0].arrival_s
     arrivals = [
@@ -255,11 +279,43 @@ def _log(
             measured={**statistics(times.values()), "makespan": makespan},
             by_client=by_client,
             metrics=_metrics,
+            notes=("prompts are taken to share nothing with one another", *notes),
         ),
         times=times,
         start_s=start,
         series=series,
     )
+
+
+def _check(name: str, rows: Sequence[_Row]) -> None:
+    """Raises ``TableError`` for a row that no server can have recorded."""
+    if not rows:
+        raise TableError(f"{name}: no request that was answered")
+    seen = set()
+    for row in rows:
+        where = f"{name}: request {row.id}"
+        if row.id in seen:
+            raise TableError(f"{where}: is there twice")
+        seen.add(row.id)
+        for what, count in (("input", row.prompt_tokens), ("output", row.output_tokens)):
+            if type(count) is not int or not 1 <= count < 2**31:
+                raise TableError(f"{where}: {what} tokens are {count!r}, expected at least 1")
+        for what, value, least in (
+            ("arrival", row.arrival_s, -math.inf),
+            ("TTFT", row.ttft_s, 0.0),
+            ("E2E", row.e2e_s, 0.0),
+        ):
+            is_number = isinstance(value, int | float) and math.isfinite(value)
+            if not is_number or not least < value < 1e10:
+                raise TableError(f"{where}: {what} is {value!r} s, expected a time above 0")
+        if row.e2e_s < row.ttft_s:
+            raise TableError(f"{where}: its last token came before its first")
+
+
+def makespan_of(log: RequestLog, times: Mapping[str, Times]) -> float:
+    """From the first arrival to the last end, s, with ``times`` instead of the log's."""
+    starts = {a.request.id: a.request.arrival_ns / NS for a in log.run.workload().initial()}
+    return max(starts[name] + felt.e2e for name, felt in times.items())
 
 
 def statistics(times: Iterable[Times]) -> Metrics:

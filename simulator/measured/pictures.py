@@ -37,7 +37,7 @@ def write_all_pictures(found: Everything, folder: Path) -> None:
     _by_load(loops, folder / "closed-loops-by-load.png")
     for log, (_, _, calibration) in zip(found.logs, found.halves, strict=True):
         factors = factors_for(load_gpu(calibration.gpu))
-        applied = calibration.apply(factors, calibration.model, calibration.gpu)
+        applied = calibration.apply(factors)
         _log(log, applied, "after calibration", folder / f"{_file_name(log.run.name)}.png")
 
 
@@ -45,8 +45,7 @@ def write_log_pictures(logs: Sequence[RequestLog], rows: Sequence[Compared], fol
     """One for each log."""
     folder.mkdir(parents=True, exist_ok=True)
     for log, row in zip(logs, rows, strict=True):
-        factors = factors_for(load_gpu(log.run.options.gpu or ""))
-        _log(log, factors, row.group, folder / f"{_file_name(log.run.name)}.png")
+        _log(log, None, row.group, folder / f"{_file_name(log.run.name)}.png")
 
 
 def _subplots(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:

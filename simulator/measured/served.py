@@ -17,7 +17,7 @@ from records.columns import Columns
 from records.metrics import latencies
 from records.recorder import Recorder
 from scheduler.request import Request
-from simulator.cost import Factors, PhysicalCost, factors_for
+from simulator.cost import Factors, PhysicalCost
 from simulator.measured.kernel_tables import TableError
 from simulator.replica import simulate
 from simulator.settings import Options, Setup, resolve
@@ -62,25 +62,16 @@ class Simulated(NamedTuple):
 def simulate_run(
     run: ServedRun, factors: Factors | None = None, *, scale: float = 1.0
 ) -> Simulated:
-    """Simulate what the server was asked; ``factors`` instead of the fitted ones, every step ``scale``
-    times as long."""
+    """Simulate what the server was asked; ``factors`` instead of those of its options, every step
+    ``scale`` times as long (neither where its cost model has none)."""
     setup = resolve(run.options)
-    if factors is None:
-        factors = factors_for(setup.gpu)
-    settings = setup.settings
-    cost = PhysicalCost(
-        setup.shape,
-        setup.gpu,
-        weight_dtype=settings["weight_dtype"].value,
-        kv_dtype=settings["kv_cache_dtype"].value,
-        tp=settings["tensor_parallel_size"].value,
-        pp=settings["pipeline_parallel_size"].value,
-        block_size=setup.layout.block_size,
-        async_scheduling=setup.async_scheduling,
-        factors=factors,
-    )
-    if scale != 1.0:
-        cost = cost.slower(scale)
+    cost = setup.cost
+    frontend_ns = setup.frontend_ns if run.options.frontend_latency is not None else 0
+    if isinstance(cost, PhysicalCost):
+        cost = cost if factors is None else cost.with_factors(factors)
+        if run.by_client and run.options.frontend_latency is None:
+            frontend_ns = round(cost.factors.serving.frontend_s * NS)
+        cost = cost if scale == 1.0 else cost.slower(scale)
     recorder = Recorder(setup.num_blocks)
     simulate(
         setup.scheduler(),
@@ -88,7 +79,7 @@ def simulate_run(
         recorder,
         run.workload(),
         async_scheduling=setup.async_scheduling,
-        frontend_ns=round(factors.serving.frontend_s * NS) if run.by_client else 0,
+        frontend_ns=frontend_ns,
     )
     requests = recorder.requests.columns()
     return Simulated(run.metrics(requests), requests, recorder.steps.columns(), setup)

@@ -11,14 +11,16 @@ import numpy as np
 from catalog import load_gpu
 from simulator.cost.calibration import Calibration
 from simulator.cost.factors import Factors, factors_for, factors_from, fitted
+from simulator.cost.physical import PhysicalCost
 from simulator.measured import fit as fits
 from simulator.measured import kernel_tables as tables
 from simulator.measured.calibrate import calibrate
 from simulator.measured.fit import Quality, quality
 from simulator.measured.fit_serving import simulated_metrics
-from simulator.measured.logs import RequestLog, load_log
+from simulator.measured.kernel_tables import TableError
+from simulator.measured.logs import RequestLog, load_log, makespan_of, statistics, times_of
 from simulator.measured.served import Metrics, ServedRun, closed_loops, experiments, simulate_run
-from simulator.settings import Options
+from simulator.settings import Options, resolve
 
 STAGE_S = 120.0
 """Of each stage of an experiment, which goes on for 600 or 1,200 s at one rate."""
@@ -154,20 +156,63 @@ def compare_runs(runs: Sequence[ServedRun], map_jobs: MapJobs) -> list[Compared]
 
 
 def compare_log(log: RequestLog, calibration: Calibration | None = None) -> Compared:
-    """A log as it was asked for, with fitted factors or calibrated ones."""
-    factors = factors_for(load_gpu(log.run.options.gpu or ""))
-    if calibration is not None:
-        factors = calibration.apply(factors, calibration.model, calibration.gpu)
-    simulated = simulate_run(log.run, factors)
-    return Compared(log.run.name, factors.basis, simulated.metrics, log.run.measured, log.run.notes)
+    """A log as it was asked for, with its options' step times, or those of a calibration."""
+    setup = resolve(log.run.options)
+    basis, factors = str(setup.settings["cost_model"].value), None
+    if isinstance(setup.cost, PhysicalCost):
+        factors = setup.cost.factors
+        if calibration is not None:
+            factors = calibration.apply(factors)
+        basis = factors.basis
+    found = times_of(simulate_run(log.run, factors).requests)
+    both = [name for name in log.ids if name in found]
+    notes = list(log.run.notes)
+    measured: Metrics = dict(log.run.measured)
+    if not both:
+        raise TableError(
+            f"{log.run.name}: the server as described would refuse every request of the log, or never end "
+            "it: check --max-model-len and the KV memory"
+        )
+    predicted = statistics(found[name] for name in both)
+    if len(both) < len(log.ids):
+        measured = statistics(log.times[name] for name in both)
+        notes.append(
+            f"{len(log.ids) - len(both)} requests of the log would be refused by the server as described: "
+            "only the others are compared"
+        )
+    else:
+        predicted["makespan"] = makespan_of(log, found)
+    return Compared(log.run.name, basis, predicted, measured, tuple(notes))
+
+
+def server_text(log: RequestLog) -> str:
+    """What is simulated, with where each figure comes from: log or flag, or assumed."""
+    setup = resolve(log.run.options)
+    settings = setup.settings
+
+    def shown(name: str) -> str:
+        setting = settings[name]
+        mark = "" if setting.source == "given" else f" [{setting.source}]"
+        return f"{name} {setting.value}{mark}"
+
+    names = (
+        *("tensor_parallel_size", "weight_dtype", "kv_cache_dtype", "max_num_seqs"),
+        *("max_num_batched_tokens", "max_model_len", "enable_prefix_caching", "async_scheduling"),
+    )
+    return (
+        f"{setup.shape.name} on {setup.gpu.name}, {setup.num_blocks:,} blocks"
+        f"{'' if log.run.options.num_gpu_blocks else ' [' + settings['kv_bytes'].source + ']'}; "
+        + ", ".join(shown(name) for name in names)
+    )
 
 
 class SeriesErrors(NamedTuple):
-    """Mean distance of a simulated series from the measured one, and the measured mean."""
+    """A series' measured and predicted mean, and the mean distance between them at a second."""
 
     name: str
     distance: float
     mean: float
+    predicted: float
 
 
 def series_errors(log: RequestLog, factors: Factors | None = None) -> list[SeriesErrors]:
@@ -191,7 +236,12 @@ def series_errors(log: RequestLog, factors: Factors | None = None) -> list[Serie
             continue  # not recorded
         values = np.where(inside, steps[column][np.maximum(place, 0)] * scale, 0.0)
         found.append(
-            SeriesErrors(name, float(np.mean(np.abs(values - measured))), float(measured.mean()))
+            SeriesErrors(
+                name,
+                float(np.mean(np.abs(values - measured))),
+                float(measured.mean()),
+                float(values.mean()),
+            )
         )
     return found
 
@@ -227,9 +277,7 @@ def validate_all(folder: Path, map_jobs: MapJobs) -> Everything:
             )
         )
         factors = factors_for(load_gpu(log.run.options.gpu or ""))
-        calibrated = result.calibration.apply(
-            factors, result.calibration.model, result.calibration.gpu
-        )
+        calibrated = result.calibration.apply(factors)
         series.append(series_errors(log, calibrated))
     return Everything(
         kernels=kernel_rows(folder),

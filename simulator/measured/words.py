@@ -32,8 +32,8 @@ def log_as_text(log: RequestLog, row: Compared, series: Sequence[SeriesErrors]) 
             f"{row.error(metric):>+8.1%}"
         )
     lines += [
-        f"  {errors.name:<12} {errors.mean:>11.4g} measured on average, predicted {errors.distance:.3g} "
-        "off at a second"
+        f"  {errors.name:<12} {errors.mean:>11.4g} {errors.predicted:>11.4g}          on average; "
+        f"{errors.distance:.3g} apart at a second"
         for errors in series
     ]
     return "\n".join([*lines, *(f"  note: {note}" for note in row.notes)])
@@ -58,7 +58,7 @@ def _head() -> str:
 
 Made by `python -m simulator validate --all FOLDER`, which prints this page; FOLDER holds the public
 measurements named here, none of which this project made. An error is predicted / measured - 1; a median is
-that of its size. Nothing was fitted on what it is compared with, unless a line says so.
+that of its size. What was fitted on what is said for each table.
 
 What the factors of `simulator/cost/factors.json` were fitted on (`python -m simulator.measured.fit`):
 
@@ -144,7 +144,8 @@ def _logs(found: Everything) -> str:
             + (
                 "\n\nOver time, after calibration: "
                 + "; ".join(
-                    f"{errors.name} {errors.mean:.4g} on average, {errors.distance:.3g} off at a second"
+                    f"{errors.name} {errors.mean:.4g} on average (predicted {errors.predicted:.4g}), "
+                    f"{errors.distance:.3g} apart at a second"
                     for errors in series
                 )
                 + "."
@@ -196,7 +197,8 @@ def _loops(rows: Sequence[Compared]) -> str:
     parts = [
         "## Closed loops\n\n"
         "Mean TTFT and TPOT at a fixed concurrency (ai-dynamo/aiconfigurator, silicon data). Each row is "
-        "predicted by host times that were fitted without it. What is not recorded was chosen on the same "
+        "predicted by host times that were fitted without it, but with its neighbours: neither model nor tp "
+        "is held out. What is not recorded was chosen on the same "
         "rows: 8 requests a user, 2 ms between two that a client sends at once, 2,048 tokens a step, "
         "asynchronous scheduling off."
     ]
@@ -229,7 +231,7 @@ def _residuals() -> str:
 - fp8 closed loops: the rows cannot be what one server of the named size did. With 80 users, 4,000
   prompt and 100 output tokens on 8 GPUs they are 89 requests a second, 357,000 prompt tokens a
   second, whose all-reduces alone fill the links; the load per server, or how far prompts repeat, is
-  not recorded. They are printed, and count in no median above.
+  not recorded. They are printed for completeness.
 - TTFT of closed loops depends on how the users drift apart, which is not recorded either.
 - Two experiments of Llama-2-7B count their output tokens from text that the tokenizer joins
   differently: their ITL is off by that (see the notes), their E2E is not.

@@ -212,9 +212,40 @@ def half_a_row(path: Path) -> Path:
     return recorded(path / "X" / "run", [{"request_id": "a"}])
 
 
+def nobody(path: Path) -> Path:
+    return recorded(path / "H100" / "run", [])
+
+
+def twice(path: Path) -> Path:
+    rows = planted_rows()[:3]
+    return recorded(path / "H100" / "run", [*rows, rows[0]])
+
+
+def bench_with(path: Path, **changes: Any) -> Path:
+    (path / "bench.json").write_text(json.dumps(bench_document(**changes)))
+    return path / "bench.json"
+
+
+def not_a_number(path: Path) -> Path:
+    return bench_with(path, ttfts=[float("nan"), 0.2, 0.0])
+
+
+def below_zero(path: Path) -> Path:
+    return bench_with(path, ttfts=[-1, 0.2, 0.0])
+
+
+def too_short(path: Path) -> Path:
+    return bench_with(path, ttfts=[0.1])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (nobody, "no request that was answered"),
+        (twice, "request r0: is there twice"),
+        (not_a_number, "request 0: TTFT is nan"),
+        (below_zero, "request 0: TTFT is -1"),
+        (too_short, "not of one length"),
         (no_folder, "no log of requests, expected"),
         (no_starts, "no start_times"),
         (a_summary, "no input_lens and ttfts"),
@@ -230,6 +261,44 @@ def test_what_is_no_log(make: Callable[[Path], Path], message: str, tmp_path: Pa
     is_refused(command("validate", "--measured", path), message)
 
 
+def test_who_is_refused_is_not_compared_and_that_is_said(slow_server: Path) -> None:
+    ran = command("validate", "--measured", slow_server, "--max-model-len", 900)
+    assert ran.code == 0
+    assert "requests of the log would be refused" in ran.out
+    assert "[assumed]" in ran.out
+    is_refused(
+        command("validate", "--measured", slow_server, "--max-model-len", 50), "refuse every"
+    )
+    is_refused(command("calibrate", "--measured", slow_server, "--max-model-len", 900), "refused")
+
+
+def test_flags_of_the_server_are_heard(slow_server: Path) -> None:
+    def tpot(*flags: object) -> float:
+        ran = command("validate", "--measured", slow_server, "--json", *flags)
+        assert ran.code == 0
+        return float(json.loads(ran.out)[0]["metrics"]["TPOT mean"]["predicted_s"])
+
+    plain = tpot()
+    assert tpot("--cost-model", "constant:50ms") == pytest.approx(0.05, rel=0.01)
+    assert tpot("--gpu", "h200") < plain
+    assert tpot("--no-async-scheduling") > plain
+    assert tpot("--enforce-eager") > plain
+    is_refused(
+        command("calibrate", "--measured", slow_server, "--cost-model", "constant:1ms"), "physical"
+    )
+
+
+def test_a_run_record_validates_against_itself(tmp_path: Path) -> None:
+    from tests.simulation.command import row, write_trace
+
+    trace = write_trace(tmp_path / "t.jsonl", [row(0.2 * i, 300 + 7 * i, 40) for i in range(50)])
+    for name, flags in (("a", ()), ("b", ("--cost-model", "constant:20ms", "--max-num-seqs", 3))):
+        command("--trace", trace, "--out", tmp_path / name, "--no-bands", *flags)
+        ran = command("validate", "--measured", tmp_path / name, "--json")
+        metrics = json.loads(ran.out)[0]["metrics"]
+        assert all(abs(metric["error"]) < 1e-6 for metric in metrics.values()), metrics
+
+
 def test_too_few_requests_to_calibrate(tmp_path: Path) -> None:
     folder = recorded(tmp_path / "H100" / "run", planted_rows()[:10])
     is_refused(command("calibrate", "--measured", folder), "10 answered requests", "at least 40")
@@ -243,6 +312,13 @@ def test_a_calibration_that_is_none(tmp_path: Path) -> None:
         ('{"weights": 0, "compute": 1, "kv": 1}', "weights is 0"),
         ('{"weights": 1, "compute": 1, "kv": 1, "step_s": "x"}', "step_s is 'x'"),
         ('{"weights": 1, "compute": 1, "kv": 1, "speed": 2}', "no calibration"),
+        ('{"weights": 1e300, "compute": 1, "kv": 1}', "expected from 0.05 to 20"),
+        ('{"weights": 1, "compute": 1, "kv": 1, "residuals": {}}', "no TPOT"),
+        (
+            '{"weights": 1, "compute": 1, "kv": 1, "residuals": {"TPOT mean": -1.5}}',
+            "residuals are",
+        ),
+        ('{"weights": 1, "compute": 1, "kv": 1, "tp": "2"}', "tp is '2'"),
     ):
         path.write_text(text)
         with pytest.raises(CalibrationError, match=message):
@@ -253,6 +329,7 @@ def test_flags_of_validate() -> None:
     is_refused(command("validate"), "one of --measured and --all")
     is_refused(command("validate", "--measured", "x", "--max-error", "much"), "--max-error")
     is_refused(command("validate", "--all", "/nowhere"), "no such folder")
+    is_refused(command("validate", "--all", "/nowhere", "--tp", 2), "--all takes no flags")
 
 
 # --- measured servers ---

@@ -481,9 +481,14 @@ def test_si_09_every_flag_is_tested_here() -> None:
 
 def test_si_09_flag_calibration(load: Path, tmp_path: Path) -> None:
     file = tmp_path / "server.json"
-    Calibration(weights=0.5, model="llama-3.1-8b", gpu="h100-sxm", fitted_on="two requests").write(
-        file
+    made = Calibration(
+        weights=0.5,
+        model="llama-3.1-8b",
+        gpu="h100-sxm",
+        fitted_on="two requests",
+        residuals={"TPOT mean": 0.03},
     )
+    made.write(file)
     plain, slower = (
         command("--trace", load, "--json", *flags) for flags in ((), ("--calibration", file))
     )
@@ -496,6 +501,65 @@ def test_si_09_flag_calibration(load: Path, tmp_path: Path) -> None:
         command("--trace", load, "--calibration", file, "--cost-model", "constant:1ms"),
         "no effect",
     )
+
+
+def test_si_09_flag_arrivals(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "100,20\n" * 30)
+    is_refused(command("--trace", lengths), "--arrivals")
+    ran = command("--trace", lengths, "--arrivals", "constant:rate=10", "--json")
+    assert ran.summary["makespan_s"] == pytest.approx(3.1, abs=0.1)
+    notes = ran.document["settings"]["trace_notes"]
+    assert any("10" in note and "rrival" in note for note in notes), notes
+
+
+def test_si_09_flag_spread(tmp_path: Path) -> None:
+    ticks = write_trace(tmp_path / "t.jsonl", [row(3 * (i // 10), 500, 20) for i in range(60)])
+    plain, spread = (command("--trace", ticks, "--json", *f) for f in ((), ("--spread",)))
+    assert spread.summary["ttft_s"]["p90"] < plain.summary["ttft_s"]["p90"]
+
+
+def test_si_09_flag_shape(load: Path) -> None:
+    shaped = command(
+        "--trace", load, "--json", "--shape", "first:count=20", "--shape", "repeat:times=3"
+    )
+    assert shaped.summary["requests"]["total"] == 60
+    notes = shaped.document["settings"]["trace_notes"]
+    assert len([note for note in notes if note.startswith("Shaped")]) == 2
+    is_refused(command("--trace", load, "--shape", "bend:by=3"), "bend", "window:from")
+
+
+def test_si_09_flag_users(load: Path) -> None:
+    ran = command("--trace", load, "--json", "--users", 1, "--frontend-latency", 0)
+    assert ran.summary["steps"]["mean_batch"] < 2.1  # n is 1 or 2
+    assert "closed loop: 1 requests under way" in ran.document["settings"]["load"]
+    is_refused(command("--trace", load, "--users", 0), "--users is 0")
+
+
+def test_sessions_are_served_in_closed_loop(tmp_path: Path) -> None:
+    """LLMServingSim's sub-requests: the second waits for the first and for its tool."""
+    rows = [
+        {
+            "session_id": f"s{i}",
+            "arrival_time_ns": i * 10**8,
+            "sub_requests": [
+                {"input_toks": 100, "output_toks": 10, "tool_duration_ns": 2 * 10**9},
+                {"input_toks": 150, "output_toks": 10, "tool_duration_ns": 0},
+            ],
+        }
+        for i in range(5)
+    ]
+    path = tmp_path / "agents.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    ran = command("--trace", path, "--json", "--slo", "ttft<=1s")
+    assert ran.code == 0
+    assert ran.summary["requests"]["completed"] == 10
+    assert ran.summary["makespan_s"] > 2.4
+    assert "5 sessions at their starts" in ran.document["settings"]["load"]
+    one = command("--trace", path, "--json", "--users", 1)
+    assert one.summary["makespan_s"] > 10
+    assert "by 1 users" in command("--trace", path, "--users", 1).out
+    is_refused(command("--trace", path, "--shape", "first:count=2"), "--shape", "sessions")
 
 
 def test_si_09_flag_bands(load: Path) -> None:
