@@ -18,6 +18,7 @@ from simulator.pictures import TimeBins
 from simulator.run import AnyTrace, RunResult, package_version
 from simulator.settings import Setup
 from simulator.verdict import Verdict
+from traces.sessions import SessionTrace
 
 WIDTH = 100
 _LABEL = 14
@@ -97,15 +98,16 @@ def _what_was_run(record: RunRecord, setup: Setup, trace: AnyTrace, origin: str)
 
     count, span = trace.num_requests, trace.span_ns / 1e9
     rate = f", {_number(count / span)} requests/s" if span else ", all at once"
+    when = f" over {format_seconds(span)}{rate}"
+    if isinstance(trace, SessionTrace):  # turns come when answers do
+        when = f" in {len(trace.sessions):,} sessions"
     tp = settings["tensor_parallel_size"].value * settings["pipeline_parallel_size"].value
     kv_bytes = setup.num_blocks * layout.bytes_per_block
     config = setup.config
     lines = ["Run"]
     lines += _line(
         "trace",
-        f"{trace.path.name} ({trace.format}): {count:,} request"
-        f"{'s' if count > 1 else ''} over {format_seconds(span)}"
-        f"{rate}",
+        f"{trace.path.name} ({trace.format}): {count:,} request{'s' if count > 1 else ''}{when}",
     )
     if origin:
         lines += _line("", origin)
