@@ -247,7 +247,8 @@ class Description:
 
     def _arrival_lines(self) -> list[str]:
         arrivals = self.arrivals
-        lines = [f"Span       {arrivals.span_s:,.3f} s ({_clock(arrivals.span_s)})"]
+        clock = f" ({_clock(arrivals.span_s)})" if arrivals.span_s >= 60 else ""
+        lines = [f"Span       {arrivals.span_s:,.3f} s{clock}"]
         if arrivals.first_s > 0:
             lines[0] += f", the first arrival at {arrivals.first_s:,.3f} s"
         if arrivals.rate_per_s is None:
@@ -257,7 +258,7 @@ class Description:
             lines += _wrapped(
                 "           ",
                 f"{peak.requests / peak.window_s:.3f} in the busiest {peak.window_s} s "
-                f"({peak.requests:,} requests; {peak.aligned_requests:,} at most in windows laid "
+                f"({_requests(peak.requests)}; {peak.aligned_requests:,} at most in windows laid "
                 "end to end)",
             )
         assert arrivals.gap_mean_s is not None
@@ -398,6 +399,10 @@ def _short(tokens: int) -> str:
         if tokens >= size:
             return f"{tokens / size:.3g} {unit}"
     return str(tokens)
+
+
+def _requests(count: int) -> str:
+    return f"{count:,} request" + ("" if count == 1 else "s")
 
 
 def _clock(seconds: float) -> str:

@@ -5,6 +5,7 @@ Same trace, same bytes (with the same version of matplotlib).
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,10 +14,10 @@ import numpy.typing as npt
 
 from traces.describe import Description
 from traces.formats.base import TraceError
-from traces.reuse import ReuseCurve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -51,9 +52,13 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "kvplan",
 }
 _RATE_BINS = 150
+_LEAST_CV = 0.01
+"""Below it, gaps are even: its square has no place on a log scale."""
 _LENGTH_BINS = 60
 _CURVE_POINTS = 120
 _NS = 1_000_000_000
+_MADE = ("Arrival times are made", "Spread", "Shaped")
+"""How notes begin without which the picture would pass for that of the file."""
 
 
 class _Unit(NamedTuple):
@@ -94,19 +99,19 @@ def write_picture(description: Description, path: str | Path) -> Path:
         _draw_rate(rate, times_s)
         _draw_lengths(lengths, description)
         _draw_bursts(bursts, times_s, description.arrivals.gap_cv)
-        _draw_reuse(reuse, description.reuse)
+        _draw_reuse(reuse, description)
         skipped = (
             f"{trace.num_skipped:,} of {trace.num_rows:,} rows skipped.   "
             if trace.num_skipped
             else ""
         )
+        made = "".join(f"{note}   " for note in trace.notes if note.startswith(_MADE))
         figure.supxlabel(
-            f"{skipped}Not told: {'; '.join(description.not_told)}.",
+            textwrap.fill(f"{made}{skipped}Not told: {'; '.join(description.not_told)}.", 210),
             x=0.012,
             ha="left",
             fontsize=8,
             color=_GREY,
-            wrap=True,
             parse_math=False,
         )
         try:
@@ -130,7 +135,7 @@ def _draw_rate(axes: Axes, times_s: FloatArray) -> None:
         for u in (_Unit("h", 3600), _Unit("min", 60), _Unit("s", 1))
         if span_s >= 3 * u.s or u.s == 1
     )
-    bins = max(1, min(_RATE_BINS, len(times_s) // 4))
+    bins = max(10, min(_RATE_BINS, len(times_s) // 4))
     edges = np.linspace(0, span_s, bins + 1)
     counts, _ = np.histogram(times_s - times_s[0], edges)
     rate = counts / (span_s / bins)
@@ -152,8 +157,6 @@ def _draw_rate(axes: Axes, times_s: FloatArray) -> None:
 
 
 def _draw_lengths(axes: Axes, description: Description) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     axes.set_title("Tokens per request")
     arrivals = description.trace.arrivals
     counts = {
@@ -168,22 +171,23 @@ def _draw_lengths(axes: Axes, description: Description) -> None:
         shares = 100 * np.histogram(values, edges)[0] / len(values)
         top = max(top, float(shares.max()))
         median = float(np.median(values))
-        label = f"{name}: median {median:,.0f}, mean {values.mean():,.0f}"
+        label = f"{name}: median {median:,.0f} (dashed), mean {values.mean():,.0f}"
         axes.stairs(shares, edges, fill=True, color=color, alpha=0.5, label=label)
         axes.axvline(median, ymax=0.8, color=color, linewidth=1.5, linestyle="--")
     axes.set_xscale("log")
+    axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1.25 * top)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _label_log(axes.xaxis)
     axes.set_xlabel("tokens (log scale)")
     axes.set_ylabel(f"share of requests, %\n({_LENGTH_BINS} bins of equal ratio)")
     axes.legend(loc="upper right", borderaxespad=0)
 
 
 def _draw_bursts(axes: Axes, times_s: FloatArray, cv: float | None) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     axes.set_title("Burstiness: variance / mean of arrivals in a window")
+    if len(times_s) > 1 and times_s[0] == times_s[-1]:
+        _say(axes, "all requests arrive at one time")
+        return
     windows, dispersion = dispersion_by_window(times_s)
     if len(windows) < 2:
         _say(axes, "too few arrivals to tell")
@@ -192,19 +196,17 @@ def _draw_bursts(axes: Axes, times_s: FloatArray, cv: float | None) -> None:
         windows, dispersion, "o-", color=_GREEN, linewidth=2, markersize=4, label="this trace"
     )
     axes.axhline(1, color=_INK, linewidth=1, linestyle="--", label="Poisson: 1 at any window")
-    if cv is not None:
-        label = f"independent gaps with this CV ({cv:.3g}): tends to CV² = {_number(cv * cv)}"
-        axes.axhline(cv * cv, color=_RED, linewidth=1, linestyle=":", label=label)
+    tends_to = 1.0
+    if cv is not None and cv >= _LEAST_CV:
+        tends_to = cv * cv
+        label = f"independent gaps with this CV ({cv:.3g}): tends to CV² = {_number(tends_to)}"
+        axes.axhline(tends_to, color=_RED, linewidth=1, linestyle=":", label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    low, high = (
-        min(1.0, float(dispersion.min()), (cv or 1) ** 2),
-        max(1.0, float(dispersion.max()), (cv or 1) ** 2),
-    )
-    axes.set_ylim(low / 2, high * 8)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-        axis.set_minor_formatter(NullFormatter())
+    drawn = np.array([1.0, tends_to, *dispersion[dispersion > 0].tolist()])
+    axes.set_ylim(float(drawn.min()) / 2, float(drawn.max()) * 8)
+    _label_log(axes.xaxis)
+    _label_log(axes.yaxis)
     axes.set_xlabel("window, s (log scale)")
     axes.set_ylabel("variance / mean (log scale)")
     axes.legend(loc="upper left", borderaxespad=0)
@@ -232,10 +234,9 @@ def dispersion_by_window(times_s: FloatArray) -> tuple[FloatArray, FloatArray]:
     return windows, np.array(found)
 
 
-def _draw_reuse(axes: Axes, reuse: ReuseCurve | None) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
+def _draw_reuse(axes: Axes, description: Description) -> None:
     axes.set_title("Prefix reuse: prompt tokens that hit, by pool size")
+    reuse, prefix = description.reuse, description.prefix
     if reuse is None:
         _say(
             axes,
@@ -248,6 +249,15 @@ def _draw_reuse(axes: Axes, reuse: ReuseCurve | None) -> None:
     most = max(2 * reuse.largest, 10)
     sizes = np.unique(np.geomspace(1, most, _CURVE_POINTS).astype(np.int64))
     few = np.unique(np.geomspace(1, most, _CURVE_POINTS // 4).astype(np.int64))
+    # Wide and below, so that neither hides the other where they agree.
+    axes.plot(
+        few,
+        [100 * reuse.ceiling(n) for n in few.tolist()],
+        color=_ORANGE,
+        alpha=0.7,
+        linewidth=4,
+        label="best eviction (knows the future)",
+    )
     axes.plot(
         sizes,
         [100 * reuse.lru(n) for n in sizes.tolist()],
@@ -255,23 +265,28 @@ def _draw_reuse(axes: Axes, reuse: ReuseCurve | None) -> None:
         linewidth=2,
         label="LRU eviction",
     )
-    axes.plot(
-        few,
-        [100 * reuse.ceiling(n) for n in few.tolist()],
-        color=_ORANGE,
-        linewidth=2,
-        label="best eviction (knows the future)",
-    )
     label = f"ideal (never evicts): {100 * reuse.ideal:.1f} %"
     axes.axhline(100 * reuse.ideal, color=_INK, linewidth=1, linestyle="--", label=label)
     axes.set_xscale("log")
     axes.set_xlim(1, most)
     axes.set_ylim(0, max(1.0, 135 * reuse.ideal))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    _label_log(axes.xaxis)
     axes.set_xlabel(f"pool, blocks of {reuse.block_size} tokens (log scale)")
-    axes.set_ylabel("hit, % of prompt tokens")
+    known = 0 if prefix is None else prefix.requests
+    of = "" if known == len(description.trace.arrivals) else f"\n(of {known:,} requests that tell)"
+    axes.set_ylabel(f"hit, % of prompt tokens{of}")
     axes.legend(loc="upper left", borderaxespad=0)
+
+
+def _label_log(axis: Axis) -> None:
+    """Plain numbers on a log scale; also at 2 and 5 where it spans few powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    if high < 50 * low:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _say(axes: Axes, text: str) -> None:
