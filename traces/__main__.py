@@ -19,7 +19,7 @@ from traces.fit import Fit, closeness, fit
 from traces.formats import all_formats
 from traces.formats.base import TraceError
 from traces.generate import ChatSettings, chat_lines
-from traces.laws import Law, parse_law, parse_process
+from traces.laws import PROCESSES, Law, parse_law, parse_process
 from traces.presets import PRESETS, preset
 from traces.servegen import ServeGenSettings, generate_servegen, read_servegen, servegen_lines
 from traces.sessions import is_session_trace, read_sessions
@@ -90,7 +90,7 @@ def _read(arguments: argparse.Namespace) -> Trace:
         print(origin, file=sys.stderr)
     if path.exists() and is_session_trace(path):
         raise TraceError(
-            f"{path}: holds sessions, whose turns wait for answers: give it to python -m simulator, or to "
+            f"trace {path}: holds sessions, whose turns wait for answers: give it to python -m simulator, or to "
             "python -m traces sessions"
         )
     trace = read_trace(
@@ -189,7 +189,7 @@ def _sessions(arguments: argparse.Namespace) -> None:
         return
     print(
         f"{trace.path} ({trace.format}): {trace.num_rows:,} rows, {trace.num_requests:,} requests in "
-        f"{len(trace.sessions):,} sessions\n"
+        f"{len(trace.sessions):,} session{'s' if len(trace.sessions) > 1 else ''}\n"
         f"turns a session: p50 {found['turns_p50']:,}, max {found['turns_max']:,}; prompts: p50 "
         f"{found['prompt_tokens_p50']:,}, max {found['prompt_tokens_max']:,} tokens\n"
         f"starts of sessions: {'recorded' if trace.has_starts else 'not recorded'}; prefixes: "
@@ -307,7 +307,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--arrivals",
         metavar="PROCESS",
-        help="of session starts instead of --cv: poisson, gamma:cv=X, weibull:cv=X, on-off:..., diurnal:...",
+        help=f"of session starts instead of --cv: {PROCESSES}",
     )
     default = ChatSettings()
     for option, text in _OPTIONS:
@@ -408,7 +408,7 @@ def _report(
         f"{written.sha256[:16]}...), seed {arguments.seed or 0}."
     )
     for note in notes:
-        print(f"{note[:1].upper()}{note[1:]}.")
+        print(f"{note[:1].upper()}{note[1:].removesuffix('.')}.")
 
 
 class _ProgressBar:
