@@ -90,8 +90,8 @@ def _read(arguments: argparse.Namespace) -> Trace:
         print(origin, file=sys.stderr)
     if path.exists() and is_session_trace(path):
         raise TraceError(
-            f"trace {path}: holds sessions, whose turns wait for answers: give it to python -m simulator, or to "
-            "python -m traces sessions"
+            f"trace {path}: holds sessions, whose turns wait for answers: give it to python -m simulator, or "
+            "to python -m traces sessions"
         )
     trace = read_trace(
         path,
