@@ -167,6 +167,12 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.add_argument("--requests", type=_count, metavar="N", help="only the first N")
     parser.add_argument(
+        "--arrivals", metavar="PROCESS", help="when requests come, where the file does not say"
+    )
+    parser.add_argument(
+        "--users", type=_count, metavar="N", help="so many requests (or sessions) under way at once"
+    )
+    parser.add_argument(
         "--pace",
         choices=("real", "busy"),
         default="real",
@@ -183,10 +189,11 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _replay(args: argparse.Namespace) -> int:
     from gpu_backend.llm import build
-    from gpu_backend.replay import replay
+    from gpu_backend.replay import AnyTrace, replay
     from records.run import check_writable, to_json
     from records.slo import NO_LIMITS, parse_limits
     from traces import TraceError, find_trace, stream_trace
+    from traces.sessions import is_session_trace, read_sessions
 
     with user_input():
         limits = parse_limits(args.slo) if args.slo else NO_LIMITS
@@ -195,7 +202,14 @@ def _replay(args: argparse.Namespace) -> int:
         if args.out is not None:
             check_writable(args.out)  # before the work, not after it
         path, origin = find_trace(args.trace)
-        trace = stream_trace(path, args.format, args.strict)
+        trace: AnyTrace
+        if path.exists() and is_session_trace(path):
+            if args.requests is not None or args.arrivals is not None:
+                raise ValueError("--requests and --arrivals have no effect on sessions")
+            trace = read_sessions(path, args.format, args.strict)
+            trace.workload(users=args.users)  # whether their starts are known
+        else:
+            trace = stream_trace(path, args.format, args.strict, arrivals=args.arrivals)
         options = _options(args)
         built = build(options, tell_tokens=False)
     _say(args, built)
@@ -207,6 +221,7 @@ def _replay(args: argparse.Namespace) -> int:
             pace=args.pace,
             limits=limits,
             most_requests=args.requests,
+            users=args.users,
             on_progress=_progress("requests"),
         )
     except TraceError as error:

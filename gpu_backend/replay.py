@@ -5,6 +5,7 @@ The same requests, the same scheduler and the same record as in a simulation, wi
 
 from __future__ import annotations
 
+import heapq
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from blockmanager.content import HashedContent, TokenContent
-from gpu_backend.engine import Engine, RequestError
+from gpu_backend.engine import Engine, Progress, RequestError
 from gpu_backend.llm import Built, EngineOptions
 from gpu_backend.memory import bytes_per_block
 from gpu_backend.sampling import SamplingParams
@@ -25,8 +26,10 @@ from records.recorder import Recorder
 from records.run import RunRecord
 from records.slo import NO_LIMITS, Limits
 from scheduler.request import Request
+from traces.closed import FixedConcurrency
+from traces.sessions import SessionTrace
 from traces.trace import Trace, TraceStream
-from traces.workload import Arrival
+from traces.workload import Arrival, OpenLoop, Workload
 
 Pace = Literal["real", "busy"]
 """``real``: arrivals come when they come. ``busy``: the clock counts steps only and jumps over idle
@@ -64,6 +67,9 @@ class PromptMaker:
 _NOTHING = np.zeros(0, np.int64)
 
 
+AnyTrace = Trace | TraceStream | SessionTrace
+
+
 class Replayed(NamedTuple):
     record: RunRecord
     seconds: float
@@ -73,17 +79,19 @@ class Replayed(NamedTuple):
 def replay(
     built: Built,
     options: EngineOptions,
-    trace: Trace | TraceStream,
+    trace: AnyTrace,
     *,
     pace: Pace = "real",
     limits: Limits = NO_LIMITS,
     most_requests: int | None = None,
+    users: int | None = None,
     params: SamplingParams | None = None,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Replayed:
     """Serve a trace; ``built`` must have been made with ``tell_tokens=False``.
 
-    ``params`` are how tokens are sampled (``None`` = greedy); lengths are the trace's.
+    ``params`` are how tokens are sampled (``None`` = greedy); lengths are the trace's. ``users``:
+    so many requests (of sessions: sessions) under way, the next as one ends.
     """
     recorder = Recorder(built.kv.num_blocks)
     clock = _Clock(pace)
@@ -91,16 +99,22 @@ def replay(
         built.engine, recorder, clock, options.seed, params or SamplingParams(temperature=0)
     )
     start = time.perf_counter()
-    arrivals: Iterable[Arrival] = trace
-    if most_requests is not None:
-        arrivals = _first(trace, most_requests)
-    driver.run(iter(arrivals), on_progress)
+    driver.run(_workload(trace, most_requests, users), on_progress)
     seconds = time.perf_counter() - start
     settings = run_settings(built, options, trace, pace, most_requests)
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     evictions = built.engine.scheduler.blocks.pool.num_evictions
     summary = summarize(requests, steps, recorder.gaps, settings, limits, evictions=evictions)
     return Replayed(RunRecord(settings, requests, steps, recorder.gaps, summary), seconds)
+
+
+def _workload(trace: AnyTrace, most_requests: int | None, users: int | None) -> Workload:
+    if isinstance(trace, SessionTrace):
+        return trace.workload(users=users)
+    arrivals: Iterable[Arrival] = trace
+    if most_requests is not None:
+        arrivals = _first(trace, most_requests)
+    return OpenLoop(arrivals) if users is None else FixedConcurrency(arrivals, users)
 
 
 def _first(trace: Iterable[Arrival], count: int) -> Iterator[Arrival]:
@@ -135,6 +149,40 @@ class _Clock:
         self._busy_ns = max(self._busy_ns, time_ns)
 
 
+class _Coming:
+    """Arrivals still to come: those that are known from the start, and those that answers bring."""
+
+    def __init__(self, initial: Iterator[Arrival]) -> None:
+        self._initial = initial
+        self._next = next(initial, None)
+        self._following: list[tuple[int, int, Arrival]] = []
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return self._next is not None or bool(self._following)
+
+    def add(self, arrival: Arrival) -> None:
+        self._count += 1
+        entry = (arrival.request.arrival_ns, self._count, arrival)
+        heapq.heappush(self._following, entry)
+
+    @property
+    def next_ns(self) -> int:
+        """Time of the next one; there must be one."""
+        times = [] if self._next is None else [self._next.request.arrival_ns]
+        return min(times + [entry[0] for entry in self._following[:1]])
+
+    def due(self, now_ns: int) -> Arrival | None:
+        """The next that has arrived by then; at one instant those known from the start come first."""
+        if not self or self.next_ns > now_ns:
+            return None
+        first = self._next
+        if first is not None and first.request.arrival_ns == self.next_ns:
+            self._next = next(self._initial, None)
+            return first
+        return heapq.heappop(self._following)[2]
+
+
 class _Driver:
     """Requests in, steps and rows out."""
 
@@ -145,31 +193,44 @@ class _Driver:
         self._prompts = PromptMaker(engine.executor.model.config.vocab_size, seed)
         self._params = params
         self._num_arrived = 0
+        self._under_way: dict[str, Arrival] = {}
 
-    def run(self, arrivals: Iterator[Arrival], on_progress: Callable[[int], None]) -> None:
+    def run(self, workload: Workload, on_progress: Callable[[int], None]) -> None:
+        """Serve a workload to its end."""
         engine, clock, recorder = self._engine, self._clock, self._recorder
-        upcoming = next(arrivals, None)
-        while upcoming is not None or engine.num_unfinished:
+        self._workload = workload
+        coming = self._coming = _Coming(workload.initial())
+        while coming or engine.num_unfinished:
             now_ns = clock.now_ns
-            while upcoming is not None and upcoming.request.arrival_ns <= now_ns:
-                self._arrive(upcoming)
-                upcoming = next(arrivals, None)
-            recorder.finished(engine.expire(now_ns).ended, now_ns)
+            while (arrival := coming.due(now_ns)) is not None:
+                self._arrive(arrival)
+            self._after(engine.expire(now_ns), now_ns)
             if not engine.num_unfinished:
-                if upcoming is not None:
-                    clock.wait_until(upcoming.request.arrival_ns)
+                if coming:
+                    clock.wait_until(coming.next_ns)
                 continue
             step = engine.step()
             if not step.plan:
                 recorder.idle_preemptions(step.plan)
                 if not step.plan.preempted:
-                    self._wait(upcoming)
+                    self._wait()
                 continue
             start_ns = clock.step(step.start_ns, step.duration_ns)
             recorder.started(step.plan, start_ns)
             recorder.step(step.plan, step.outcome, start_ns, step.duration_ns, step.num_running)
-            recorder.finished(step.progress.ended, start_ns + step.duration_ns)
+            self._after(step.progress, start_ns + step.duration_ns)
             on_progress(recorder.num_done)
+
+    def _after(self, progress: Progress, now_ns: int) -> None:
+        """Rows of who ended otherwise than by a step, and what the ends of requests bring about."""
+        self._recorder.finished(progress.ended, now_ns)
+        for output in progress.finished:
+            arrival = self._under_way.pop(output.request_id)
+            self._follow(arrival.request, arrival.output_tokens, now_ns)
+
+    def _follow(self, request: Request, output_tokens: int, now_ns: int) -> None:
+        for arrival in self._workload.on_finish(request, output_tokens, now_ns):
+            self._coming.add(arrival)
 
     def _arrive(self, arrival: Arrival) -> None:
         request = arrival.request
@@ -181,13 +242,15 @@ class _Driver:
             )
         except RequestError as error:
             self._recorder.refused(request, str(error).partition(": ")[2])
+            self._follow(request, 0, self._clock.now_ns)
             return
+        self._under_way[request.id] = arrival
         self._recorder.arrived(request, self._engine.sequences_of(request.id))
 
-    def _wait(self, upcoming: Arrival | None) -> None:
+    def _wait(self) -> None:
         """Nobody can compute now (a policy lets nobody in): until an arrival or a deadline."""
         times = [self._engine.scheduler.next_deadline()]
-        times.append(None if upcoming is None else upcoming.request.arrival_ns)
+        times.append(self._coming.next_ns if self._coming else None)
         known = [time_ns for time_ns in times if time_ns is not None]
         if not known:
             raise RuntimeError("nobody can compute, and nothing that is known will change that")
@@ -197,7 +260,7 @@ class _Driver:
 def run_settings(
     built: Built,
     options: EngineOptions,
-    trace: Trace | TraceStream,
+    trace: AnyTrace,
     pace: Pace,
     most_requests: int | None = None,
 ) -> dict[str, Any]:

@@ -85,6 +85,35 @@ def test_replay_leaves_a_sound_record(tmp_path: Path, tiny: list[str]) -> None:
     assert record.settings["trace_rows"] == 6
 
 
+def test_replay_of_users_and_of_sessions(tmp_path: Path, tiny: list[str]) -> None:
+    """Turns wait for answers on the engine as in the simulator."""
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        "".join(
+            json.dumps({"arrival_s": 0, "prompt_tokens": 9, "output_tokens": 4}) + "\n"
+            for _ in range(6)
+        )
+    )
+    alone = ran("replay", "--trace", trace, "--pace", "busy", "--users", 1, "--json", *tiny)
+    summary = json.loads(alone.out)["summary"]
+    assert summary["requests"]["completed"] == 6
+    assert summary["steps"]["mean_batch"] == 1
+    turns = [
+        {"input_toks": 9 + 5 * i, "output_toks": 3, "tool_duration_ns": 10**9} for i in range(3)
+    ]
+    sessions = tmp_path / "s.jsonl"
+    sessions.write_text(
+        "".join(
+            json.dumps({"session_id": name, "arrival_time_ns": 0, "sub_requests": turns}) + "\n"
+            for name in "ab"
+        )
+    )
+    done = ran("replay", "--trace", sessions, "--pace", "busy", "--json", *tiny)
+    summary = json.loads(done.out)["summary"]
+    assert summary["requests"]["completed"] == 6
+    assert summary["makespan_s"] > 2  # two tools of a second each
+
+
 def test_replay_in_real_time_waits_for_arrivals(tmp_path: Path, tiny: list[str]) -> None:
     trace = write_trace(tmp_path / "t.jsonl", [row(0, 5, 2), row(0.3, 5, 2)])
     done = ran("replay", "--trace", trace, "--json", *tiny)
