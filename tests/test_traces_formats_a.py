@@ -702,8 +702,9 @@ def test_shards_that_overlap_are_sorted_and_said(tmp_path: Path) -> None:
     [
         (SAMPLES["mooncake"], "more than one format: a is vidur, b is mooncake"),
         (b"README", "b: no known format: it starts with b'README'"),
-        (gzip.compress(HEADER)[:-4], "b: is packed, and damaged"),
+        (gzip.compress(HEADER, mtime=0)[:-4], "b: is packed, and damaged"),
     ],
+    ids=["two formats", "no format", "damaged"],
 )
 def test_folders_that_are_no_trace(tmp_path: Path, second: bytes, words: str) -> None:
     folder = shards(tmp_path / "f", a=HEADER + b"1,1,1\n", b=second)
