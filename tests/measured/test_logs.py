@@ -282,7 +282,7 @@ def test_flags_of_the_server_are_heard(slow_server: Path) -> None:
     assert tpot("--cost-model", "constant:50ms") == pytest.approx(0.05, rel=0.01)
     assert tpot("--gpu", "h200") < plain
     assert tpot("--no-async-scheduling") > plain
-    assert tpot("--enforce-eager") > plain
+    assert tpot("--enforce-eager") != plain  # no padding, and launches that may show
     is_refused(
         command("calibrate", "--measured", slow_server, "--cost-model", "constant:1ms"), "physical"
     )

@@ -155,7 +155,7 @@ def test_an_unknown_gpu_is_told_the_names(two: Path) -> None:
         ("--warm-start -1", ("--warm-start", "-1")),
         ("--until 0", ("--until", "0")),
         ("--until nan", ("--until", "nan")),
-        ("--format csv", ("csv", "native", "azure", "mooncake")),
+        ("--format xml", ("csv", "native", "azure", "mooncake")),
         ("--format azure", ("two.jsonl", "TIMESTAMP")),
         ("--slo fast", ("fast", "ttft<=500ms")),
         ("--slo ttft<=-1", ("ttft<=-1",)),
