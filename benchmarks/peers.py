@@ -72,7 +72,7 @@ def mocker(traces: list[Trace], runs: int) -> Iterator[dict[str, Any]]:
 
 def _mooncake_rows(trace: Trace) -> Iterator[str]:
     next_id = 0
-    for request, output_tokens in trace.arrivals:
+    for request, output_tokens, _ in trace.arrivals:
         ids = -(-request.num_prompt_tokens // _TOKENS_AN_ID)
         row = {
             "timestamp": request.arrival_ns // 1_000_000,

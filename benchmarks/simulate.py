@@ -49,7 +49,7 @@ def simulated_traces(paths: list[Path], runs: int) -> Iterator[dict[str, Any]]:
     for trace in traces:
         yield _row(trace, "", cpu_seconds(lambda trace=trace: run(setup, trace), runs))
     for trace in traces[1:]:
-        if any(request.content is not None for request, _ in trace.arrivals):
+        if any(arrival.request.content is not None for arrival in trace.arrivals):
             continue  # the simple loop has served it already
         simple = cpu_seconds(lambda trace=trace: run(setup, trace, compiled=False), 1)
         yield _row(trace, ", simple loop", simple)
@@ -70,7 +70,7 @@ def a_million() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "million.jsonl"
         with path.open("w") as file:
-            for request, output_tokens in fixed_load(1_000_000, 12.0):
+            for request, output_tokens, _ in fixed_load(1_000_000, 12.0):
                 row_of_file = {
                     "arrival_s": request.arrival_ns / 1e9,
                     "prompt_tokens": request.num_prompt_tokens,

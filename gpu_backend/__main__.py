@@ -173,6 +173,13 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
         "--users", type=_count, metavar="N", help="so many requests (or sessions) under way at once"
     )
     parser.add_argument(
+        "--closed-loop",
+        type=float,
+        metavar="SPEED",
+        help="rows of one session wait for the answers before them, taken to have come at SPEED tokens/s "
+        "in the recording",
+    )
+    parser.add_argument(
         "--pace",
         choices=("real", "busy"),
         default="real",
@@ -192,8 +199,9 @@ def _replay(args: argparse.Namespace) -> int:
     from gpu_backend.replay import AnyTrace, replay
     from records.run import check_writable, to_json
     from records.slo import NO_LIMITS, parse_limits
-    from traces import TraceError, find_trace, stream_trace
-    from traces.sessions import is_session_trace, read_sessions
+    from traces import TraceError, find_trace, read_trace, stream_trace
+    from traces.session_files import is_session_trace, read_sessions
+    from traces.sessions import closed_loop
 
     with user_input():
         limits = parse_limits(args.slo) if args.slo else NO_LIMITS
@@ -204,10 +212,16 @@ def _replay(args: argparse.Namespace) -> int:
         path, origin = find_trace(args.trace)
         trace: AnyTrace
         if path.exists() and is_session_trace(path):
-            if args.requests is not None or args.arrivals is not None:
-                raise ValueError("--requests and --arrivals have no effect on sessions")
+            for flag in ("requests", "arrivals", "closed_loop"):
+                if getattr(args, flag) is not None:
+                    raise ValueError(f"--{flag.replace('_', '-')} has no effect on sessions")
             trace = read_sessions(path, args.format, args.strict)
             trace.workload(users=args.users)  # whether their starts are known
+        elif args.closed_loop is not None:
+            if args.requests is not None:
+                raise ValueError("--requests has no effect on sessions")
+            recorded = read_trace(path, args.format, args.strict, arrivals=args.arrivals)
+            trace = closed_loop(recorded, args.closed_loop)
         else:
             trace = stream_trace(path, args.format, args.strict, arrivals=args.arrivals)
         options = _options(args)

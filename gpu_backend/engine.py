@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from blockmanager.content import TokenContent
+from blockmanager.content import Content, TokenContent
 from gpu_backend.beam import BeamSearch
 from gpu_backend.detokenize import Detokenizer
 from gpu_backend.executor import Executor
@@ -104,6 +104,8 @@ class _Live:
     seed: int
     forced_tokens: int | None
     """Length at which its outputs end, whatever they say; ``None`` = they say it."""
+    answer_ids: list[int] | None = None
+    """What its output says, whatever the model would; ``None`` = what is sampled."""
     streams: dict[Sequence, _Stream] = field(default_factory=dict)
     """Of its outputs that have not ended."""
     search: BeamSearch | None = None
@@ -229,9 +231,12 @@ class Engine:
         params: SamplingParams,
         *,
         forced_tokens: int | None = None,
+        answer_ids: list[int] | None = None,
+        transcript: Content | None = None,
     ) -> str:
         """The same for a request that is made already, as a trace has it; ``forced_tokens`` is the
-        length at which each of its outputs ends."""
+        length at which each of its outputs ends, ``answer_ids`` what its one output says, and
+        ``transcript`` the identity of prompt and answer (see ``Scheduler.add``)."""
         ids = self._checked(request.id, prompt_ids)
         if params.stop and self.tokenizer is None:
             raise RequestError(f"request {request.id}: stop strings need a tokenizer")
@@ -240,7 +245,7 @@ class Engine:
         if request.id in self._live:
             raise RequestError(f"request {request.id}: its id is in use by an unfinished request")
         try:
-            sequences = self.scheduler.add(request)
+            sequences = self.scheduler.add(request, transcript)
         except RequestRefusedError as error:
             raise RequestError(f"request {request.id}: {error.reason}") from None
         seed = params.seed
@@ -250,7 +255,7 @@ class Engine:
         result = RequestOutput(request.id, ids.tolist(), [])
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = [None] * len(ids)
-        live = _Live(request, params, result, seed, forced_tokens)
+        live = _Live(request, params, result, seed, forced_tokens, answer_ids)
         self._live[request.id] = live
         if params.beam_width is not None:
             live.search = self._new_search(live, params.beam_width)
@@ -451,11 +456,18 @@ class Engine:
                 request_id = plan.sequences[entry.position].request.id
                 self._fail(request_id, "its logits are no numbers (NaN or infinite)")
             else:
+                known = self._known_answer(plan.sequences[entry.position].request.id)
+                if known is not None:
+                    token = known[len(entry.stream.output.token_ids)]
                 sampled.append(entry._replace(token=token, logprobs=logprobs.get(i)))
         # A request that failed in one of its rows has none.
         return [
             e for e in sampled if plan.sequences[e.position].request.id in self._live
         ], log_probs
+
+    def _known_answer(self, request_id: str) -> Seq[int] | None:
+        live = self._live.get(request_id)  # none if it failed in another row of this step
+        return None if live is None else live.answer_ids
 
     @staticmethod
     def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

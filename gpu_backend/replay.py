@@ -45,9 +45,14 @@ class PromptMaker:
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size, self._seed = vocab_size, seed
 
-    def __call__(self, request: Request, number: int) -> npt.NDArray[np.int64]:
-        """Of the ``number``-th request: int64 ``[num_prompt_tokens]``."""
-        content = request.content
+    def __call__(self, arrival: Arrival, number: int) -> npt.NDArray[np.int64]:
+        """Of the ``number``-th request: int64 ``[num_prompt_tokens]``, and behind it the answer where
+        the trace knows that."""
+        request, transcript = arrival.request, arrival.transcript
+        num_tokens = request.num_prompt_tokens
+        if transcript is not None:
+            num_tokens += arrival.output_tokens
+        content = request.content if transcript is None else transcript
         if isinstance(content, TokenContent):
             shared = content.token_ids % self._vocab_size
         elif isinstance(content, HashedContent):
@@ -56,7 +61,7 @@ class PromptMaker:
             shared = np.concatenate(parts)[: content.num_tokens] if parts else _NOTHING
         else:
             shared = _NOTHING
-        rest = request.num_prompt_tokens - len(shared)
+        rest = num_tokens - len(shared)
         return np.concatenate([shared, self._draw(rest, 0, number)])
 
     def _draw(self, count: int, kind: int, number: int) -> npt.NDArray[np.int64]:
@@ -234,11 +239,17 @@ class _Driver:
 
     def _arrive(self, arrival: Arrival) -> None:
         request = arrival.request
-        prompt = self._prompts(request, self._num_arrived)
+        tokens = self._prompts(arrival, self._num_arrived)
+        prompt, answer = np.split(tokens, [request.num_prompt_tokens])
         self._num_arrived += 1
         try:
             self._engine.add_request(
-                request, prompt, self._params, forced_tokens=arrival.output_tokens
+                request,
+                prompt,
+                self._params,
+                forced_tokens=arrival.output_tokens,
+                answer_ids=answer.tolist() if len(answer) else None,
+                transcript=arrival.transcript,
             )
         except RequestError as error:
             self._recorder.refused(request, str(error).partition(": ")[2])
@@ -277,7 +288,7 @@ def run_settings(
         "kv_cache_dtype": options.dtype
         if options.kv_cache_dtype == "auto"
         else options.kv_cache_dtype,
-        "sampling": "greedy, output lengths forced",
+        "sampling": "greedy, output lengths and known answers forced",
         "attention": built.attention,
         "cuda_graphs": built.engine.executor.graphs is not None,
         "random_weights_seed": options.weights_seed,

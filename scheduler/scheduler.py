@@ -203,8 +203,12 @@ class Scheduler:
             return f"{what} need {need} blocks, the pool has {self.blocks.num_blocks}"
         return None
 
-    def add(self, request: Request) -> list[Sequence]:
+    def add(self, request: Request, transcript: Content | None = None) -> list[Sequence]:
         """Queue a request.
+
+        ``transcript`` is the identity of its prompt and of the output that it will have, for a driver
+        that replays what is known; blocks that hold some of the output can be found again, as where
+        token ids are reported. Nothing is decided by it before those tokens are computed.
 
         Returns its sequences: one, or n where parallel samples are separate.
 
@@ -212,14 +216,19 @@ class Scheduler:
         ------
         RequestRefusedError
             It could never be served. Nothing has changed.
+        ValueError
+            A transcript of several outputs.
         """
+        if transcript is not None and request.n > 1:
+            raise ValueError(f"request {request.id}: one transcript for n = {request.n} outputs")
         reason = self.refusal(request)
         if reason is not None:
             raise RequestRefusedError(request.id, reason)
         separate = request.n > 1 and self.config.parallel_sampling == "separate"
         family: dict[Sequence, None] = {}
         self._of_request[request.id] = family
-        content, extra_keys = request.content, request.extra_keys
+        content = request.content if transcript is None else transcript
+        extra_keys = request.extra_keys
         if separate and content is None:
             # Whatever the prompt is, it is the same for all of them.
             content = _prompt_of_its_own(request, self.blocks.block_size)
@@ -356,11 +365,11 @@ class Scheduler:
             return 1
         if len(rows) != len(self.running) or not is_decode.all():
             return 1
-        if (arrays.num_keys[rows] > arrays.num_registered[rows]).any():
-            return 1
-        if self.num_unfinished > len(self.running) and not self._waits_steadily():
-            return 1
         num_steps = min(max_steps, int((arrays.limit[rows] - arrays.num_tokens[rows]).min()))
+        if self.num_unfinished > len(self.running):
+            if not self._waits_steadily():
+                return 1
+            num_steps = self._steps_before_a_hit(rows, num_steps)
         return self._affordable_steps(arrays.num_computed[rows], num_steps)
 
     def _waits_steadily(self) -> bool:
@@ -371,6 +380,30 @@ class Scheduler:
             FCFS.displace,
             PreemptivePriority.displace,
         )
+
+    def _steps_before_a_hit(self, rows: npt.NDArray[np.int64], num_steps: int) -> int:
+        """Most steps, up to ``num_steps``, in which nobody registers a block that would lengthen the
+        prefix hit of the head of the queue (or keep it, as others are evicted)."""
+        arrays, size = self.arrays, self.blocks.block_size
+        registering = arrays.num_keys[rows] > arrays.num_registered[rows]
+        head = self.swapped.head() or self.waiting.head()
+        assert head is not None
+        if not registering.any() or head.state is SequenceState.SWAPPED or not head.table.num_keys:
+            return num_steps
+        assert head.table.keys is not None
+        num_hit = len(self.blocks.find_hit(head.table, head.num_tokens))
+        wanted = set(head.table.keys.keys[: num_hit + 1])
+        for i in registering.nonzero()[0].tolist():
+            keys = self.running[i].table.keys
+            assert keys is not None
+            # The first step is decided, and has brought it to this point.
+            computed, first = int(arrays.num_computed[rows[i]]), int(arrays.num_registered[rows[i]])
+            last = (computed + num_steps - 1) // size
+            for index, key in enumerate(keys.keys[first:last], first):
+                if key in wanted:
+                    num_steps = (index + 1) * size - computed
+                    break
+        return num_steps
 
     def _affordable_steps(self, computed: npt.NDArray[np.int64], num_steps: int) -> int:
         """Most steps, up to ``num_steps``, for whose blocks the free ones suffice; one is paid."""
@@ -838,8 +871,8 @@ class Scheduler:
     ) -> npt.NDArray[np.int64]:
         """Compute ``num_more`` further tokens of each living sequence, one a step.
 
-        Blocks are taken in the order in which single steps would have: step by step, within a step
-        in the order of the plan. Returns how many each step took.
+        Blocks are taken, and registered, in the order in which single steps would have: step by step,
+        within a step in the order of the plan. Returns how many each step took.
         """
         arrays, size = self.arrays, self.blocks.block_size
         positions = alive.nonzero()[0]
@@ -856,7 +889,24 @@ class Scheduler:
         self.blocks.pool.drain_evicted()
         arrays.num_computed[rows] += num_more
         arrays.blocks_held[rows] += counts
+        self._register_filled(plan, positions)
         return np.bincount(step, minlength=num_more)
+
+    def _register_filled(self, plan: StepPlan, positions: npt.NDArray[np.int64]) -> None:
+        """Register what sequences have filled meanwhile, first what was filled first."""
+        arrays, size = self.arrays, self.blocks.block_size
+        rows = plan.rows[positions]
+        full = np.minimum(arrays.num_computed[rows] // size, arrays.num_keys[rows])
+        filled = []
+        for i in (full > arrays.num_registered[rows]).nonzero()[0].tolist():
+            first, computed = int(arrays.num_registered[rows[i]]), int(arrays.num_computed[rows[i]])
+            # All advance by one token a step, so tokens short of the run's end order the steps.
+            filled += [
+                ((index + 1) * size - computed, i, (index + 1) * size)
+                for index in range(first, int(full[i]))
+            ]
+        for _, i, num_tokens in sorted(filled):
+            self._register(plan.sequences[positions[i]], num_tokens)
 
     def _append_tokens(self, family: list[Sequence], token_ids: Seq[int]) -> None:
         """Let the block keys of a sequence (and of its new forks) know what was sampled."""

@@ -21,7 +21,8 @@ from simulator.run import AnyTrace, OnProgress, RunResult, package_version, run
 from simulator.settings import Setup, resolve
 from traces import TraceError, find_trace, read_trace, stream_trace
 from traces.arrivals import ArrivalProcess
-from traces.sessions import is_session_trace, read_sessions
+from traces.session_files import is_session_trace, read_sessions
+from traces.sessions import closed_loop
 from traces.shape import shaped_trace
 
 
@@ -78,6 +79,13 @@ def _run_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="closed loop: so many requests (or sessions) under way, the next as one ends",
+    )
+    add(
+        "--closed-loop",
+        type=float,
+        metavar="SPEED",
+        help="rows of one session wait for the answers before them; those are taken to have come at SPEED "
+        "tokens/s in the recording, which decides the think times",
     )
     add("--max-tokens", type=int, metavar="N", help="output limit of rows that have none")
     add(
@@ -163,11 +171,9 @@ def _load(args: argparse.Namespace, path: Path) -> AnyTrace:
     if args.users is not None and args.users < 1:
         raise ValueError(f"--users is {args.users}, expected at least 1")
     if path.exists() and is_session_trace(path):
-        for flag in ("shape", "spread", "max_tokens", "deadline", "warm_start"):
-            if getattr(args, flag):
-                raise ValueError(
-                    f"--{flag.replace('_', '-')} has no effect on sessions, as {path} has"
-                )
+        _refuse_flags(
+            args, ("shape", "spread", "max_tokens", "deadline", "warm_start", "closed_loop")
+        )
         sessions = read_sessions(path, args.format, args.strict)
         if args.arrivals is not None:
             if args.users is not None:
@@ -184,12 +190,24 @@ def _load(args: argparse.Namespace, path: Path) -> AnyTrace:
                 f"{path}: its sessions have no start: say --users N, or --arrivals poisson:rate=R,seed=S"
             )
         return sessions
-    if args.shape:
+    if args.shape or args.closed_loop is not None:
         trace = read_trace(
             path, args.format, args.strict, arrivals=args.arrivals, spread=args.spread
         )
-        return shaped_trace(trace, args.shape)
+        trace = shaped_trace(trace, args.shape) if args.shape else trace
+        if args.closed_loop is None:
+            return trace
+        _refuse_flags(args, ("max_tokens", "deadline", "warm_start"))
+        return closed_loop(trace, args.closed_loop)
     return stream_trace(path, args.format, args.strict, arrivals=args.arrivals, spread=args.spread)
+
+
+def _refuse_flags(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    for flag in flags:
+        if getattr(args, flag):
+            raise ValueError(
+                f"--{flag.replace('_', '-')} has no effect on sessions, as {args.trace} has"
+            )
 
 
 class _Tried(NamedTuple):

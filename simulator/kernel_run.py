@@ -60,20 +60,22 @@ def why_not(
         return "the scheduler is not new"
     if max(config.max_num_seqs, config.max_num_batched_tokens) > _LARGEST_STEP:
         return "a step may be very large"
-    for request, _ in arrivals:
-        if (objection := _objection(request, scheduler)) is not None:
+    for arrival in arrivals:
+        if (objection := _objection(arrival, scheduler)) is not None:
             return objection
     if price_tables(cost, 1, 1) is None:
         return "the cost model has no tables"
     return None
 
 
-def _objection(request: Request, scheduler: Scheduler) -> str | None:
+def _objection(arrival: Arrival, scheduler: Scheduler) -> str | None:
+    request = arrival.request
     if request.n != 1:
         return "a request with several outputs"
     if request.deadline_ns is not None:
         return "a request with a deadline"
-    if scheduler.blocks.enable_prefix_caching and request.content is not None:
+    has_identity = request.content is not None or arrival.transcript is not None
+    if scheduler.blocks.enable_prefix_caching and has_identity:
         return "prompts of known content"
     return None
 
@@ -248,7 +250,7 @@ class _Window:
         served = []
         for arrival in arrivals:
             request = arrival.request
-            if (objection := _objection(request, self._scheduler)) is not None:
+            if (objection := _objection(arrival, self._scheduler)) is not None:
                 raise NotPlainError(f"request {request.id}: {objection}")
             reason = self._scheduler.refusal(request)
             if reason is None:

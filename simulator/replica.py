@@ -134,7 +134,7 @@ class Replica:
     def _submit(self, arrival: Arrival) -> None:
         request = arrival.request
         try:
-            sequences = self._scheduler.add(request)
+            sequences = self._scheduler.add(request, arrival.transcript)
         except RequestRefusedError as error:  # since it came, another has taken its id
             self._recorder.refused(request, error.reason)
             self._follow(request, 0)

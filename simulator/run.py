@@ -113,7 +113,7 @@ def _run(
     num_warm = setup.settings["warm_start"].value or 0
     first = list(islice(arrivals, max(WORTH_COMPILING, num_warm)))
     if num_warm:
-        if all(request.content is None for request, _ in first[:num_warm]):
+        if all(arrival.request.content is None for arrival in first[:num_warm]):
             if isinstance(trace, TraceStream):
                 raise NotStreamableError("whether it says anything of prefixes shows at its end")
             if not trace.has_identity:
@@ -194,7 +194,8 @@ class _Load:
 
     def check(self) -> None:
         """Raises ``TraceError`` for a request that would be refused."""
-        for request, _ in self:
+        for arrival in self:
+            request = arrival.request
             if (reason := self._scheduler.refusal(request)) is not None:
                 raise TraceError(
                     f"{self._trace.path}: request {request.id} would be refused: {reason}"
@@ -208,8 +209,9 @@ class _Load:
 
     def __iter__(self) -> Iterator[Arrival]:
         self._num_read = 0
-        for request, output_tokens in self._trace:
+        for arrival in self._trace:
             self._num_read += 1
+            request = arrival.request
             changes: dict[str, Any] = {}
             if self._max_tokens is not None and request.max_tokens is None:
                 changes["max_tokens"] = self._max_tokens
@@ -218,9 +220,9 @@ class _Load:
             if changes:
                 request = replace(request, **changes)
             room = self._most_tokens - request.num_prompt_tokens
-            if output_tokens > min(room, request.max_tokens or room):
-                self.asked[request.id] = output_tokens * request.n
-            yield Arrival(request, output_tokens)
+            if arrival.output_tokens > min(room, request.max_tokens or room):
+                self.asked[request.id] = arrival.output_tokens * request.n
+            yield arrival._replace(request=request)
 
 
 def warm_up(scheduler: Scheduler, arrivals: Sequence[Arrival]) -> None:

@@ -22,11 +22,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from blockmanager.content import HashedContent, KeyChain, TokenContent
+from blockmanager.content import Content, ExtraKeys, HashedContent, KeyChain, TokenContent
 from scheduler.request import Request
 from traces import TraceError, read_trace
 from traces.closed import FixedConcurrency, PoissonTimes, RatePoint, RateRamp
 from traces.prefix import ideal_prefix_hits
+from traces.session_files import is_session_trace, read_sessions
 from traces.sessions import (
     Session,
     SessionTrace,
@@ -34,8 +35,6 @@ from traces.sessions import (
     SystemPrompt,
     Turn,
     closed_loop,
-    is_session_trace,
-    read_sessions,
 )
 from traces.workload import Arrival, Workload
 
@@ -63,8 +62,8 @@ def serve(workload: Workload, lasts_ns: Callable[[str], int] = lambda _: 0) -> l
     for arrival in workload.initial():
         send(arrival)
     while ends:
-        now_ns, _, (request, output_tokens) = heapq.heappop(ends)
-        for arrival in workload.on_finish(request, output_tokens, now_ns):
+        now_ns, _, done = heapq.heappop(ends)
+        for arrival in workload.on_finish(done.request, done.output_tokens, now_ns):
             assert arrival.request.arrival_ns >= now_ns
             send(arrival)
     return sorted(sent, key=lambda arrival: arrival.request.arrival_ns)
@@ -77,6 +76,14 @@ def times(arrivals: list[Arrival]) -> dict[str, int]:
 def ids_of(arrival: Arrival) -> list[int]:
     assert isinstance(arrival.request.content, TokenContent)
     ids: list[int] = arrival.request.content.token_ids.tolist()
+    return ids
+
+
+def transcript_of(arrival: Arrival) -> list[int] | None:
+    if arrival.transcript is None:
+        return None
+    assert isinstance(arrival.transcript, TokenContent)
+    ids: list[int] = arrival.transcript.token_ids.tolist()
     return ids
 
 
@@ -120,6 +127,90 @@ def test_a_prompt_repeats_the_kept_context_and_the_answer_is_in_it() -> None:
     assert not set(b[10:]) & set(a)
     assert not set(compacted[4:]) & (set(a) | set(b))
     assert [len(a), len(b), len(compacted)] == [10, 20, 9]
+    # What the driver knows of an answer is what the next prompt says that it was.
+    first, second, last = serve(SessionWorkload([session], [0]))
+    assert transcript_of(first) == b[:13]
+    transcript = transcript_of(second)
+    assert transcript is not None
+    assert transcript[:20] == b
+    assert len(transcript) == 25
+    assert last.transcript is None  # nobody goes on from it
+
+
+def hashed(ids: list[int], num_tokens: int) -> HashedContent:
+    return HashedContent(np.array(ids), 8, num_tokens)
+
+
+def test_recorded_prompts_say_what_the_answers_before_them_were() -> None:
+    """20 tokens are ids 1, 2 and a part; with an answer of 10 they fill a third and part of a fourth."""
+    session = Session(
+        id="s",
+        turns=(
+            turn("a", 20, 10, content=hashed([1, 2, 50], 20)),
+            turn("b", 40, 9, content=hashed([1, 2, 3, 4, 5], 40), after=(0,)),
+            turn("c", 64, 1, content=hashed([1, 2, 3, 4, 5, 6, 7, 8], 64), after=(1,)),
+        ),
+    )
+    a, b, c = serve(SessionWorkload([session], [0]))
+    for arrival, ids, num_tokens in ((a, [1, 2, 3, 4], 30), (b, [1, 2, 3, 4, 5, 6, 7], 49)):
+        assert isinstance(arrival.transcript, HashedContent)
+        assert arrival.transcript.hash_ids.tolist() == ids
+        assert arrival.transcript.num_tokens == num_tokens
+    assert c.transcript is None
+    assert session.known_answers() == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "content", "fields"),
+    [
+        (29, hashed([1, 2, 3, 4], 29), {}),  # no room for an answer of 10
+        (40, hashed([1, 9, 3, 4, 5], 40), {}),  # another text
+        (40, HashedContent(np.array([1, 2, 3]), 16, 40), {}),  # ids of other blocks
+        (40, TokenContent.of(range(40)), {}),
+        (40, None, {}),
+        (40, hashed([1, 2, 3, 4, 5], 40), {"lora": "x"}),
+    ],
+)
+def test_what_does_not_go_on_from_an_answer_says_nothing_of_it(
+    prompt: int, content: Content | None, fields: dict[str, str]
+) -> None:
+    following = Request(
+        id="b", num_prompt_tokens=prompt, content=content, extra_keys=ExtraKeys(**fields)
+    )
+    session = Session(
+        id="s",
+        turns=(
+            turn("a", 20, 10, content=hashed([1, 2, 50], 20)),
+            Turn(request=following, output_tokens=1, after=(0,)),
+        ),
+    )
+    first, _ = serve(SessionWorkload([session], [0]))
+    assert first.transcript is None
+
+
+def test_a_prompt_of_less_than_an_id_proves_nothing() -> None:
+    session = Session(
+        id="s",
+        turns=(
+            turn("a", 6, 4, content=hashed([1], 6)),
+            turn("b", 16, 1, content=hashed([2, 3], 16), after=(0,)),
+        ),
+    )
+    assert not session.transcripts()
+
+
+def test_recorded_tokens_say_what_the_answer_was() -> None:
+    session = Session(
+        id="s",
+        turns=(
+            turn("a", 3, 2, content=TokenContent.of([7, 8, 9])),
+            turn("b", 6, 1, content=TokenContent.of([7, 8, 9, 1, 2, 3]), after=(0,)),
+            turn("c", 8, 1, content=TokenContent.of([7, 8, 0, 1, 2, 3, 4, 5]), after=(1,)),
+        ),
+    )
+    first, second, _ = serve(SessionWorkload([session], [0]))
+    assert transcript_of(first) == [7, 8, 9, 1, 2]
+    assert second.transcript is None
 
 
 def test_parallel_sub_agents_branch_off_one_context() -> None:
@@ -722,6 +813,9 @@ def test_a_trace_with_session_ids_becomes_closed_loop_by_an_assumed_answer_speed
     assert "follow at once now: 1 of 4" in notes
     with pytest.raises(ValueError, match="answer speed is 0"):
         closed_loop(read_trace(path), 0)
+    path.write_text("".join(json.dumps({**r, "session_id": None}) + "\n" for r in rows))
+    with pytest.raises(TraceError, match="no row has a session"):
+        closed_loop(read_trace(path), 5)
 
 
 # -- failures ---------------------------------------------------------------------------------

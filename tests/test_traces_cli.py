@@ -24,7 +24,7 @@ from traces.__main__ import main
 from traces.formats import all_formats
 from traces.formats.base import TraceFormat
 from traces.presets import PRESETS
-from traces.sessions import SessionFormat, read_sessions, session_formats
+from traces.session_files import SessionFormat, read_sessions, session_formats
 
 ROOT = Path(__file__).resolve().parent.parent
 DOC = (ROOT / "docs" / "traces.md").read_text()
@@ -240,6 +240,7 @@ def test_generate_from_servegen_clients(traces: Traces) -> None:
     assert 300 < trace.num_rows < 1200
     assert {a.request.num_prompt_tokens for a in trace} == {8, 64}
     assert {a.output_tokens for a in trace} == {4}
+    assert "generate --servegen" in refused(traces("inspect", folder))
     empty = Path("empty")
     empty.mkdir()
     refused(traces("generate", "--servegen", empty, "--out", "x.jsonl"))

@@ -86,8 +86,8 @@ def test_lengths_that_go_together_stay_together() -> None:
         )
         for i in range(500)
     ]
-    for request, output in fit(arrivals).generate(seed=1):
-        assert output == 2 * request.num_prompt_tokens - 1
+    for arrival in fit(arrivals).generate(seed=1):
+        assert arrival.output_tokens == 2 * arrival.request.num_prompt_tokens - 1
 
 
 def test_one_seed_one_workload() -> None:
@@ -96,7 +96,7 @@ def test_one_seed_one_workload() -> None:
     def told(arrivals: list[Arrival]) -> list[tuple[int, int, int, list[int]]]:
         return [
             (r.arrival_ns, r.num_prompt_tokens, output, r.content.hash_ids.tolist())  # type: ignore[union-attr]
-            for r, output in arrivals
+            for r, output, _ in arrivals
         ]
 
     assert told(learnt.generate(seed=4)) == told(learnt.generate(seed=4))
@@ -105,11 +105,13 @@ def test_one_seed_one_workload() -> None:
 
 def test_what_is_made_is_a_prefix_chain_and_fits_its_prompts() -> None:
     parents: dict[int, int] = {}
-    for request, _ in fit(read_trace(default_trace_path()).arrivals).generate(seed=2):
-        content = request.content
+    for arrival in fit(read_trace(default_trace_path()).arrivals).generate(seed=2):
+        content = arrival.request.content
         assert isinstance(content, HashedContent)
         assert content.hash_block_size == 32
-        assert len(content.hash_ids) == request.num_prompt_tokens // 32  # as the trace rounds
+        assert (
+            len(content.hash_ids) == arrival.request.num_prompt_tokens // 32
+        )  # as the trace rounds
         chain = content.hash_ids.tolist()
         for parent, child in zip([-1, *chain], chain, strict=False):
             assert parents.setdefault(child, parent) == parent

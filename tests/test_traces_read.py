@@ -217,7 +217,7 @@ def test_native_row_with_everything(tmp_path: Path) -> None:
             "hash_ids": None,
         },
     )
-    request, output_tokens = trace.arrivals[0]
+    request, output_tokens, _ = trace.arrivals[0]
     assert (request.id, request.arrival_ns, request.n, request.priority) == (
         "a",
         1_500_000_000,
@@ -233,7 +233,7 @@ def test_native_row_with_everything(tmp_path: Path) -> None:
 
 
 def test_a_plain_native_row_has_no_limits(tmp_path: Path) -> None:
-    ((request, _),) = native(tmp_path, {}).arrivals
+    ((request, _, _),) = native(tmp_path, {}).arrivals
     assert (request.max_tokens, request.deadline_ns, request.session_id) == (None, None, None)
 
 

@@ -22,7 +22,7 @@ from traces.generate import ChatSettings, chat_lines
 from traces.laws import PROCESSES, Law, parse_law, parse_process
 from traces.presets import PRESETS, preset
 from traces.servegen import ServeGenSettings, generate_servegen, read_servegen, servegen_lines
-from traces.sessions import is_session_trace, read_sessions
+from traces.session_files import is_session_trace, read_sessions
 from traces.shape import STEPS, shaped_trace
 from traces.trace import Trace, read_trace
 

@@ -22,9 +22,7 @@ def sent_at(arrival: Arrival, time_ns: int) -> Arrival:
     deadline_ns = request.deadline_ns
     if deadline_ns is not None:
         deadline_ns += time_ns - request.arrival_ns
-    return Arrival(
-        replace(request, arrival_ns=time_ns, deadline_ns=deadline_ns), arrival.output_tokens
-    )
+    return arrival._replace(request=replace(request, arrival_ns=time_ns, deadline_ns=deadline_ns))
 
 
 class FixedConcurrency:

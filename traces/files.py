@@ -110,6 +110,12 @@ class TraceFiles:
             self._shards = [_Shard(p, p.name) for p in members if p.is_file()]
             if not self._shards:
                 raise TraceError("is a folder without files")
+            names = {shard.name for shard in self._shards}
+            if any(f"{n.removesuffix('-trace.csv')}-dataset.json" in names for n in names):
+                raise TraceError(
+                    "holds clients of ServeGen, which describe a load and are no trace: "
+                    "`python -m traces generate --servegen FOLDER` makes one of them"
+                )
         else:
             self._shards = [_Shard(path, "")]
         self.num_bytes = sum(shard.num_bytes for shard in self._shards)

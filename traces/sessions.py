@@ -10,26 +10,21 @@ the same number of sessions, not by their latencies alone.
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import itertools
-import tarfile
-import zlib
-from abc import ABC, abstractmethod
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from blockmanager.content import TokenContent
+from blockmanager.content import Content, HashedContent, TokenContent
 from scheduler.request import Request
 from traces.closed import sent_at
-from traces.formats.base import BadRow, Head, RowError, TraceError, text_lines
+from traces.formats.base import TraceError
 from traces.workload import Arrival
 
 if TYPE_CHECKING:
@@ -38,8 +33,6 @@ if TYPE_CHECKING:
 _NS = 1_000_000_000
 _ID_SPACE = 1 << 32
 """Token ids that one session, or one system prompt, has for itself."""
-_HEAD_LINES = 20
-_HEAD_BYTES = 1 << 24
 
 Tokens = npt.NDArray[np.int64]
 
@@ -49,7 +42,7 @@ class Turn:
     """One request of a session, and when it is sent.
 
     What its prompt shares is either recorded (``request.content``), or told by ``kept_tokens``, or
-    unknown where both are ``None``.
+    unknown where both are ``None``. What its answer is, the next turn says that goes on from it.
     """
 
     request: Request
@@ -114,6 +107,59 @@ class Session:
         before = self.turns[turn.after[0]]
         return before.request.num_prompt_tokens + before.output_tokens
 
+    def transcripts(self) -> dict[int, Content]:
+        """Identity of prompt and answer of each turn, by position, that a later turn goes on from: the
+        recorded prompt of that one begins with this prompt and has room for the answer behind it."""
+        found: dict[int, Content] = {}
+        for turn in self.turns:
+            if turn.after and turn.after[0] not in found:
+                transcript = _transcript(self.turns[turn.after[0]], turn.request)
+                if transcript is not None:
+                    found[turn.after[0]] = transcript
+        return found
+
+    def known_answers(self) -> set[int]:
+        """Turns, by position, whose answer is taken to be in a later prompt, so that it can be hit."""
+        kept = {
+            turn.after[0]
+            for turn in self.turns
+            if turn.after
+            and turn.kept_tokens
+            and turn.kept_tokens > self.turns[turn.after[0]].request.num_prompt_tokens
+            and self.turns[turn.after[0]].request.n == 1
+        }
+        return kept | self.transcripts().keys()
+
+
+def _transcript(turn: Turn, following: Request) -> Content | None:
+    before, after = turn.request.content, following.content
+    num_tokens = turn.request.num_prompt_tokens + turn.output_tokens
+    if (
+        before is None
+        or after is None
+        or turn.request.n > 1
+        or turn.request.extra_keys != following.extra_keys
+        or num_tokens > following.num_prompt_tokens
+    ):
+        return None
+    num_known = min(num_tokens, after.num_tokens)
+    if isinstance(before, TokenContent) and isinstance(after, TokenContent):
+        if not np.array_equal(before.token_ids, after.token_ids[: before.num_tokens]):
+            return None
+        return TokenContent(after.token_ids[:num_known])
+    if isinstance(before, HashedContent) and isinstance(after, HashedContent):
+        size = before.hash_block_size
+        # An id of less than a block is another one once the answer has filled its block.
+        whole = before.num_tokens // size
+        if (
+            after.hash_block_size != size
+            or not whole  # nothing shows that the one goes on from the other
+            or not np.array_equal(before.hash_ids[:whole], after.hash_ids[:whole])
+        ):
+            return None
+        return HashedContent(after.hash_ids[: -(-num_known // size)], size, num_known)
+    return None
+
 
 class _Running:
     """A session that is under way."""
@@ -129,6 +175,7 @@ class _Running:
                 self._followers[other].append(index)
             if turn.kept_tokens is not None and turn.after:
                 self._uses[turn.after[0]] += 1
+        self._transcripts = session.transcripts()
         self._contexts: dict[int, Tokens] = {}
         """Prompt and answer of the turns whose context is still to be kept."""
         self._next_id = (number + 1) * _ID_SPACE
@@ -148,9 +195,12 @@ class _Running:
     def send(self, index: int, time_ns: int) -> Arrival:
         turn = self.session.turns[index]
         request = turn.request
+        transcript = self._transcripts.get(index)
         if turn.kept_tokens is not None:
             request = replace(request, content=TokenContent(self._prompt(index, turn)))
-        return sent_at(Arrival(request, turn.output_tokens), time_ns)
+            if request.n == 1 and index in self._contexts:
+                transcript = TokenContent(self._contexts[index])
+        return sent_at(Arrival(request, turn.output_tokens, transcript), time_ns)
 
     def _prompt(self, index: int, turn: Turn) -> Tokens:
         """Token ids of a prompt, so that two prompts are equal exactly as far as the source says."""
@@ -322,6 +372,19 @@ class SessionTrace:
     def has_starts(self) -> bool:
         return all(session.start_ns is not None for session in self.sessions)
 
+    def about_identity(self) -> str:
+        """What the source tells of equal tokens, a sentence."""
+        if not self.has_identity:
+            return (
+                "Prefix identity unknown: equal lengths are not taken for equal content, and no "
+                "prefix hits are modelled."
+            )
+        known = sum(len(session.known_answers()) for session in self.sessions)
+        return (
+            f"Answers that are taken to be in a later prompt, which begins with theirs and has room for "
+            f"them: {known} of {self.num_requests}; it hits what is cached of them."
+        )
+
     def workload(
         self, starts_ns: Iterable[int] | None = None, *, users: int | None = None
     ) -> SessionWorkload:
@@ -348,10 +411,14 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
     do not say when answers ended, so that takes an assumed answer speed: think time is what is left
     of the time between two rows.
 
-    Raises ``ValueError`` where the speed is not above 0.
+    Raises ``ValueError`` where the speed is not above 0, `TraceError` where no row has a session.
     """
-    if not answer_tokens_per_s > 0:
+    if not 0 < answer_tokens_per_s < math.inf:
         raise ValueError(f"answer speed is {answer_tokens_per_s} tokens/s, expected above 0")
+    if all(arrival.request.session_id is None for arrival in trace.arrivals):
+        raise TraceError(
+            f"trace {trace.path}: no row has a session, so nothing can wait for answers"
+        )
     groups: dict[tuple[bool, str], list[Arrival]] = {}
     for arrival in trace.arrivals:
         request = arrival.request
@@ -387,7 +454,7 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
             f"Turns that were sent before that answer's end, and follow at once now: {num_early} of "
             f"{len(trace.arrivals)}."
         )
-    return SessionTrace(
+    closed = SessionTrace(
         path=trace.path,
         format=trace.format,
         sha256=trace.sha256,
@@ -396,269 +463,6 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
         skipped=trace.skipped,
         notes=notes,
     )
-
-
-class Document(NamedTuple):
-    """A file of a trace, unpacked."""
-
-    name: str
-    source: BinaryIO
-
-
-class Gathered:
-    """What a reader has found so far."""
-
-    def __init__(self, strict: bool, counted_as: str = "line") -> None:
-        self._strict = strict
-        self._counted_as = counted_as
-        self.num_rows = 0
-        self.sessions: dict[str, Session] = {}
-        self._request_ids: set[str] = set()
-        self.bad: list[BadRow] = []
-        self.noted: Counter[str] = Counter()
-        """Sentences, and how often each holds."""
-
-    def skip(self, line: int, error: RowError, where: str = "") -> None:
-        """A row that cannot be used. Raises `TraceError` under ``strict``."""
-        detail = ": ".join(filter(None, (where, error.detail)))
-        if self._strict:
-            raise TraceError(
-                f"{self._counted_as} {line}: {error.reason}" + (f" ({detail})" if detail else "")
-            )
-        self.bad.append(BadRow(line, error.reason, detail))
-
-    def add(self, session: Session, lines: Sequence[int], where: str = "") -> None:
-        """A session, and the lines of its turns; of two with the same id the first is kept."""
-        ids = {turn.request.id for turn in session.turns}
-        if session.id in self.sessions or len(ids) < len(lines) or ids & self._request_ids:
-            for line in lines:
-                self.skip(line, RowError("duplicate session id", repr(session.id)), where)
-            return
-        self.sessions[session.id] = session
-        self._request_ids |= ids
-
-
-class SessionFormat(ABC):
-    """A format whose rows form sessions. A reader keeps no state between calls."""
-
-    name: ClassVar[str]
-    """What ``--format`` calls it."""
-    recognised_by: ClassVar[str]
-    """The content it looks for, in words."""
-    units: ClassVar[str]
-    clock: ClassVar[Literal["relative", "absolute", "none"]]
-    """What starts of sessions count from: the trace's start, a date (the earliest becomes 0), or
-    nothing (they have to be given)."""
-    prefix_identity: ClassVar[str]
-    """What the format tells about equal prefixes, in words."""
-    licence: ClassVar[str]
-    """Under what terms public data of this format comes, in words."""
-    counted_as: ClassVar[str] = "line"
-    """What the line of a skipped row counts, from 1."""
-
-    @abstractmethod
-    def match(self, head: Head) -> int:
-        """How many names of the format the head shows; 0 where it is another format."""
-
-    @abstractmethod
-    def read(self, documents: Iterator[Document], found: Gathered) -> None:
-        """Add every session, and count and skip every row, good or bad.
-
-        Raises `TraceError` (without the file's name) where no row at all can be read.
-        """
-
-
-def session_formats() -> tuple[SessionFormat, ...]:
-    """The formats known here."""
-    # Imported here: the readers are made of what stands above.
-    from traces.formats.llmservingsim import LLMServingSimSessions
-    from traces.formats.tracelab import TraceLab, TraceLabReplay
-    from traces.formats.weka import Weka
-
-    return (Weka(), TraceLab(), TraceLabReplay(), LLMServingSimSessions())
-
-
-def is_session_trace(path: Path) -> bool:
-    """Whether `read_sessions` would know the content. Raises `TraceError` where it cannot be read."""
-    with _one_line(path):
-        head = _head(path)
-        return any(known.match(head) for known in session_formats())
-
-
-def read_sessions(
-    path: Path,
-    format: str | None = None,  # noqa: A002
-    strict: bool = False,
-) -> SessionTrace:
-    """Read the sessions of a file, of an archive or of a folder of files.
-
-    Rows that cannot be used are counted and named, and the rest of their session is kept.
-
-    Parameters
-    ----------
-    path : a file, plain or gzip; a tar archive or a folder of ``.json``, ``.jsonl`` or ``.csv``.
-    format : name of the format; recognised by content where ``None``.
-    strict : refuse what would otherwise be skipped.
-
-    Raises
-    ------
-    TraceError
-        It is missing, unreadable, of no known format, or without one usable row; under ``strict``
-        also for the first bad row.
-    """
-    with _one_line(path):
-        known = session_formats()
-        if format is None:
-            head = _head(path)
-            score, reader = max(((k.match(head), k) for k in known), key=lambda pair: pair[0])
-            if not score:
-                listed = "; ".join(f"{k.name} ({k.recognised_by})" for k in known)
-                raise TraceError(f"no known format of sessions; known are {listed}")
-        else:
-            by_name = {k.name: k for k in known}
-            if format not in by_name:
-                raise TraceError(f"no session format {format!r}; there are {', '.join(by_name)}")
-            reader = by_name[format]
-        found = Gathered(strict, reader.counted_as)
-        reader.read(_documents(path), found)
-        skipped = _by_reason(found.bad, reader.counted_as)
-        if not found.sessions:
-            why = "; ".join(map(str, skipped)) or "it holds no rows"
-            raise TraceError(f"no row can be used: {why}")
-        trace = SessionTrace(
-            path=path,
-            format=reader.name,
-            sha256=_sha256(path),
-            num_rows=found.num_rows,
-            sessions=_from_zero(found, reader),
-            skipped=skipped,
-            notes=[],
-        )
-        assert trace.num_requests + trace.num_skipped == trace.num_rows, (
-            f"{trace.num_requests} turns and {trace.num_skipped} skipped rows of {trace.num_rows}"
-        )
-        return replace(trace, notes=_sentences(trace, found, reader))
-
-
-def _from_zero(found: Gathered, reader: SessionFormat) -> tuple[Session, ...]:
-    sessions = tuple(found.sessions.values())
-    starts = [session.start_ns for session in sessions if session.start_ns is not None]
-    if reader.clock != "absolute" or not starts:
-        return sessions
-    zero_ns = min(starts)
-    found.noted["The earliest session starts at time 0: the file has dates."] += 1
-    return tuple(
-        session
-        if session.start_ns is None
-        else replace(session, start_ns=session.start_ns - zero_ns)
-        for session in sessions
-    )
-
-
-def _sentences(trace: SessionTrace, found: Gathered, reader: SessionFormat) -> list[str]:
-    notes = [
-        "Closed loop: a turn is sent think time after the answer before it, so a slower server is "
-        "asked later."
-    ]
-    if not trace.has_starts:
-        notes.append(
-            "The starts of sessions are not recorded: an arrival process of sessions or a number of "
-            "users has to be named."
-        )
-    notes += [
-        text if text.endswith(".") else f"{text}: {count} of {trace.num_rows} rows."
-        for text, count in found.noted.items()
-    ]
-    if not trace.has_identity:
-        notes.append(
-            "Prefix identity unknown: equal lengths are not taken for equal content, and no prefix "
-            "hits are modelled."
-        )
-    return notes
-
-
-def _by_reason(bad: Iterable[BadRow], counted_as: str) -> list[Skipped]:
-    from traces.trace import Skipped  # which imports the formats, one of which imports this
-
-    groups: dict[str, Skipped] = {}
-    for row in bad:
-        group = groups.setdefault(row.reason, Skipped(row.reason, [], row.detail, counted_as))
-        group.lines.append(row.line)
-    return list(groups.values())
-
-
-# -- files ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _one_line(path: Path) -> Iterator[None]:
-    """Every failure to read a path as one line that names it."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise TraceError(f"trace {path}: no such file") from None
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise TraceError(f"trace {path}: cannot be read: {why}") from None
-    except TraceError as error:
-        raise TraceError(f"trace {path}: {error}") from None
-
-
-_SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz")
-
-
-def _documents(path: Path) -> Iterator[Document]:
-    """The files of a path, by name."""
-    if path.is_dir():
-        for part in _parts(path):
-            yield from _documents(part)
-    elif tarfile.is_tarfile(path):
-        with tarfile.open(path) as archive:
-            members = [m for m in archive.getmembers() if m.isfile() and m.name.endswith(_SUFFIXES)]
-            if not members:
-                raise TraceError(f"holds no file that ends with {', '.join(_SUFFIXES)}")
-            for member in sorted(members, key=lambda m: m.name):
-                source = archive.extractfile(member)
-                assert source is not None
-                with source:
-                    yield Document(member.name, _unpacked(source))  # type: ignore[arg-type]
-    else:
-        with path.open("rb") as source:
-            yield Document(path.name, _unpacked(source))
-
-
-def _parts(folder: Path) -> list[Path]:
-    parts = sorted(p for p in folder.iterdir() if p.is_file() and p.name.endswith(_SUFFIXES))
-    if not parts:
-        raise TraceError(f"holds no file that ends with {', '.join(_SUFFIXES)}")
-    return parts
-
-
-def _unpacked(source: BinaryIO) -> BinaryIO:
-    is_packed = source.read(2) == b"\x1f\x8b"
-    source.seek(0)
-    return gzip.GzipFile(fileobj=source) if is_packed else source  # type: ignore[return-value]
-
-
-def _head(path: Path) -> Head:
-    """The first lines of the first file; of a document of many lines, the whole."""
-    for document in _documents(path):
-        lines: list[bytes] = []
-        size = 0
-        for _, line in text_lines(document.source):
-            lines.append(line)
-            size += len(line)
-            if size > _HEAD_BYTES or (len(lines) == _HEAD_LINES and lines[0].strip() != b"{"):
-                break
-        return Head([b"\n".join(lines)] if lines and lines[0].strip() == b"{" else lines)
-    return Head([])
-
-
-def _sha256(path: Path) -> str:
-    if path.is_dir():
-        whole = hashlib.sha256()
-        for part in _parts(path):
-            whole.update(f"{part.name}\0{_sha256(part)}\n".encode())
-        return whole.hexdigest()
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    if closed.has_identity:  # of none at all the trace's own notes speak
+        notes.append(closed.about_identity())
+    return closed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
+from blockmanager.content import Content
 from scheduler.request import Request
 
 
@@ -14,6 +15,9 @@ class Arrival(NamedTuple):
     request: Request
     output_tokens: int
     """Tokens each of its ``n`` outputs really has."""
+    transcript: Content | None = None
+    """Identity of the prompt and of the answer behind it, where the source knows both: blocks of the
+    answer are found again by whoever goes on from there. ``n`` is 1 then."""
 
 
 class Workload(Protocol):

@@ -16,6 +16,7 @@ from records.profile import ProfileError, StepProfile
 from records.run import RunRecord
 from scheduler.request import Request
 from tests.simulation.command import Ran, command, is_refused, row, write_trace
+from traces.workload import Arrival
 
 TINY = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
@@ -194,15 +195,23 @@ def test_equal_hash_ids_are_equal_prompts() -> None:
 
     make = PromptMaker(101, seed=0)
 
-    def request(name: str, ids: list[int]) -> Request:
-        content = HashedContent(np.array(ids), 8, 8 * len(ids))
-        return Request(id=name, num_prompt_tokens=8 * len(ids) + 3, content=content)
+    def request(name: str, ids: list[int], answer: list[int] | None = None) -> Arrival:
+        def content(ids: list[int]) -> HashedContent:
+            return HashedContent(np.array(ids), 8, 8 * len(ids))
+
+        asked = Request(id=name, num_prompt_tokens=8 * len(ids) + 3, content=content(ids))
+        return Arrival(asked, 13, None if answer is None else content(ids + answer))
 
     first, second = make(request("a", [5, 6]), 0), make(request("b", [5, 9]), 1)
     assert len(first) == len(second) == 19
     assert (first[:8] == second[:8]).all()
     assert (first[8:16] != second[8:16]).any()
     assert (make(request("a", [5, 6]), 0) == first).all()
+    # An answer that is known stands behind its prompt: 19 and 13 tokens, 16 of them identified.
+    answered = make(request("c", [5, 6], [7]), 2)
+    following = make(request("d", [5, 6, 7]), 3)
+    assert len(answered) == 19 + 13
+    assert (answered[:24] == following[:24]).all()
 
 
 def test_a_large_batch_is_filled_in_one_step(tiny: list[str], tmp_path: Path) -> None:

@@ -123,8 +123,17 @@ def served(setting: Setting, arrivals: list[Arrival]) -> Driven:
         while upcoming and upcoming[0].request.arrival_ns <= now:
             arrival = upcoming.pop(0)
             length = arrival.request.num_prompt_tokens
-            prompt = np.random.default_rng(len(upcoming)).integers(0, VOCAB, length)
-            engine.add_request(arrival.request, prompt, params, forced_tokens=arrival.output_tokens)
+            rng = np.random.default_rng(len(upcoming))
+            engine.add_request(
+                arrival.request,
+                rng.integers(0, VOCAB, length),
+                params,
+                forced_tokens=arrival.output_tokens,
+                answer_ids=None
+                if arrival.transcript is None
+                else rng.integers(0, VOCAB, arrival.output_tokens).tolist(),
+                transcript=arrival.transcript,
+            )
         step = driven.step()
         now += bool(step.plan)
         # A deadline that fell inside the step was missed.
@@ -166,7 +175,11 @@ def _loads(draw: st.DrawFn) -> tuple[Setting, list[Arrival]]:
             priority=draw(st.integers(0, 2)),
             deadline_ns=draw(st.sampled_from([None, None, None, time + 9])),
         )
-        requests.append(Arrival(request, output))
+        transcript = None
+        if isinstance(content, TokenContent) and request.n == 1 and draw(st.booleans()):
+            # What follows the common text, so that a longer prompt of it goes on from this answer.
+            transcript = TokenContent(np.concatenate([tokens, common[shared:][:output]]))
+        requests.append(Arrival(request, output, transcript))
     needs = [
         a.request.n * -(-(a.request.num_prompt_tokens + a.output_tokens + 3) // size)
         for a in requests

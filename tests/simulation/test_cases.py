@@ -562,6 +562,40 @@ def test_sessions_are_served_in_closed_loop(tmp_path: Path) -> None:
     is_refused(command("--trace", path, "--shape", "first:count=2"), "--shape", "sessions")
 
 
+def test_si_09_flag_closed_loop(tmp_path: Path) -> None:
+    """Four turns of a chat, 20 s apart, whose prompts hold the answers before them."""
+    ids = list(range(1, 100))
+    rows = [
+        {
+            "arrival_s": 20 * turn,
+            "session_id": "s",
+            "prompt_tokens": 64 + 96 * turn,
+            "output_tokens": 65,
+            "hash_block_size": 16,
+            "hash_ids": ids[: 4 + 6 * turn],
+        }
+        for turn in range(4)
+    ]
+    path = write_trace(tmp_path / "chat.jsonl", rows)
+    ran = command("--trace", path, "--closed-loop", 10, "--json")
+    # 65 tokens at 10 a second leave 13.5 s to think, three times.
+    assert 3 * 13.5 < ran.summary["makespan_s"] < 3 * 13.5 + 20
+    said = " ".join(command("--trace", path, "--closed-loop", 10).out.split())
+    assert (
+        "taken to be in a later prompt, which begins with theirs and has room for them: 3 of 4"
+        in said
+    )
+    # Of 160, 256 and 352 prompt tokens all but the 32 new ones: 64 + 96 turn of prompt, 64 of answer.
+    prompts = 64 + 160 + 256 + 352
+    assert ran.summary["kv"]["prefix_hit_rate"] == pytest.approx((128 + 224 + 320) / prompts)
+    alone = command("--trace", path, "--json")
+    assert alone.summary["kv"]["prefix_hit_rate"] == pytest.approx((64 + 160 + 256) / prompts)
+    is_refused(command("--trace", path, "--closed-loop", 0), "answer speed is 0")
+    is_refused(command("--trace", path, "--closed-loop", 9, "--warm-start", 2), "--warm-start")
+    unknown = write_trace(tmp_path / "t.jsonl", [row(0, 5, 2)])
+    is_refused(command("--trace", unknown, "--closed-loop", 9), "no row has a session")
+
+
 def test_si_09_flag_bands(load: Path) -> None:
     ran, without = (
         command("--trace", load, "--json"),

@@ -80,18 +80,21 @@ def loads(draw: st.DrawFn) -> tuple[list[Arrival], dict[str, Any]]:
                 st.sampled_from([None, None, 0.3, 2.0]),  # deadline
                 st.sampled_from([None, 0, 1]),  # which of two texts its prompt begins
                 st.sampled_from([None, None, 5, 80]),  # max_tokens
+                st.booleans(),  # whether its answer, the rest of the text, is known
             ),
             min_size=1,
             max_size=14,
         )
     )
     arrivals = []
-    for index, (time, prompt, output, priority, n, deadline, text, max_tokens) in enumerate(
-        sorted(rows, key=lambda entry: entry[0])
-    ):
-        content = None
+    for index, row in enumerate(sorted(rows, key=lambda entry: entry[0])):
+        time, prompt, output, priority, n, deadline, text, max_tokens, is_known = row
+        content = transcript = None
         if text is not None:
             content = HashedContent(np.arange(prompt) + 1000 * text, 1, prompt)
+            if is_known and n == 1:
+                whole = prompt + output
+                transcript = HashedContent(np.arange(whole) + 1000 * text, 1, whole)
         arrivals.append(
             arrival(
                 f"r{index}",
@@ -103,7 +106,7 @@ def loads(draw: st.DrawFn) -> tuple[list[Arrival], dict[str, Any]]:
                 content=content,
                 max_tokens=max_tokens,
                 deadline_ns=None if deadline is None else round((time / 100 + deadline) * NS),
-            )
+            )._replace(transcript=transcript)
         )
     mode = draw(st.sampled_from(["recompute", "recompute", "swap"]))
     return arrivals, {

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockmanager import BlockManager
-from blockmanager.content import TokenContent
+from blockmanager.content import HashedContent, TokenContent
 from records.recorder import Recorder
 from scheduler import Request, Scheduler, SchedulerConfig, load_policy
 from simulator.cost import ConstantCost
@@ -23,7 +24,8 @@ from simulator.replica import simulate
 from tests.simulation.helpers import Run
 from traces.closed import PoissonTimes, RatePoint, RateRamp
 from traces.prefix import ideal_prefix_hits
-from traces.sessions import Session, SessionWorkload, SystemPrompt, Turn, read_sessions
+from traces.session_files import read_sessions
+from traces.sessions import Session, SessionWorkload, SystemPrompt, Turn
 from traces.workload import Arrival, OpenLoop, Workload
 
 MS = 1_000_000
@@ -86,11 +88,34 @@ def test_a_slower_server_is_asked_later() -> None:
     assert times_ms(run) == {"x": (0, 300), "a": (0, 400), "b": (425, 475), "c": (510, 560)}
 
 
-def test_turns_hit_the_blocks_of_the_prompt_before_them() -> None:
-    """Of 40 tokens b finds the two full blocks; of its own 60, answer a among them, c finds three."""
+def test_turns_hit_the_blocks_of_the_prompt_and_the_answer_before_them() -> None:
+    """40 and 10 tokens, the last of them never written, are three full blocks for b; 60 and 5 are four
+    for c, the last of them full with the last but one token of b's answer."""
     run = served([CHAT], [0])
     cached = {name: run.row(name)["cached_tokens"] for name in "abc"}
-    assert cached == {"a": 0, "b": 32, "c": 48}
+    assert cached == {"a": 0, "b": 48, "c": 64}
+
+
+def test_recorded_turns_hit_the_answer_that_the_next_prompt_holds() -> None:
+    """Ids of 8 tokens. Of a, 32 tokens are written: two blocks for b."""
+
+    def recorded(name: str, ids: list[int], prompt: int, output: int, **fields: Any) -> Turn:
+        content = HashedContent(np.array(ids), 8, prompt)
+        return Turn(
+            request=Request(id=name, num_prompt_tokens=prompt, content=content),
+            output_tokens=output,
+            **fields,
+        )
+
+    session = Session(
+        id="s",
+        turns=(
+            recorded("a", [1, 2, 50], 20, 13),
+            recorded("b", [1, 2, 3, 4, 5, 6], 48, 2, after=(0,)),
+        ),
+    )
+    run = served([session], [0])
+    assert run.row("b")["cached_tokens"] == 32  # 20 prompt tokens alone would be 16
 
 
 def test_a_compacted_context_hits_what_was_kept_of_it() -> None:
@@ -121,7 +146,7 @@ def test_hits_end_where_the_cache_was_too_small() -> None:
     options: dict[str, Any] = {"num_blocks": 10, "max_model_len": 160}
     with_other = served([CHAT, other], [0, 105], **options)
     alone = served([CHAT], [0], **options)
-    assert (alone.row("b")["cached_tokens"], with_other.row("b")["cached_tokens"]) == (32, 0)
+    assert (alone.row("b")["cached_tokens"], with_other.row("b")["cached_tokens"]) == (48, 0)
 
 
 def test_sub_agents_by_hand(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ def test_reading_holds_no_rows(tmp_path: Path) -> None:
         for _ in stream:  # whatever is loaded once is not counted
             break
         tracemalloc.start()
-        num_tokens = sum(request.num_prompt_tokens for request, _ in stream)
+        num_tokens = sum(arrival.request.num_prompt_tokens for arrival in stream)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         assert num_tokens == 20 * count

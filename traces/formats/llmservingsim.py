@@ -1,7 +1,7 @@
 """LLMServingSim workloads: requests, and agent sessions of ``sub_requests`` in the same file.
 
 https://github.com/casys-kaist/LLMServingSim, workloads/README.md. The ordinary reader takes the
-requests; with `traces.sessions.read_sessions` the sessions are read as well, and a request is a
+requests; with `traces.session_files.read_sessions` the sessions are read as well, and a request is a
 session of one turn.
 """
 
@@ -25,7 +25,8 @@ from traces.formats.base import (
     time_ns,
     tokens,
 )
-from traces.sessions import Document, Gathered, Session, SessionFormat, Turn
+from traces.session_files import Document, Gathered, SessionFormat
+from traces.sessions import Session, Turn
 
 _NANOSECONDS = 0
 _PLAIN = frozenset({"input_toks", "output_toks", "arrival_time_ns"})

@@ -27,7 +27,8 @@ from traces.formats.base import (
     tokens,
     whole,
 )
-from traces.sessions import Document, Gathered, Session, SessionFormat, Turn
+from traces.session_files import Document, Gathered, SessionFormat
+from traces.sessions import Session, Turn
 
 _ROUND = frozenset(
     {

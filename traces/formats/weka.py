@@ -38,7 +38,8 @@ from traces.formats.base import (
     whole,
 )
 from traces.formats.native import hashed
-from traces.sessions import Document, Gathered, Session, SessionFormat, Turn
+from traces.session_files import Document, Gathered, SessionFormat
+from traces.sessions import Session, Turn
 
 _MOST_NESTED = 8
 """Sub-agents inside sub-agents."""
