@@ -193,8 +193,8 @@ def test_whatever_is_made_is_read_back_without_a_complaint(
     path.write_text("".join(chat_lines(asked)))
     trace = read_trace(path, strict=True)
     assert [arrival.request.id for arrival in trace.arrivals] == [row["id"] for row in rows]
-    for (request, _), row in zip(trace.arrivals, rows, strict=True):
-        assert request.arrival_ns == round(row["arrival_s"] * 1000) * 1_000_000
+    for arrival, row in zip(trace.arrivals, rows, strict=True):
+        assert arrival.request.arrival_ns == round(row["arrival_s"] * 1000) * 1_000_000
 
 
 @pytest.mark.parametrize(
