@@ -170,6 +170,11 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
         "--arrivals", metavar="PROCESS", help="when requests come, where the file does not say"
     )
     parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="the model's tokenizer.json, where the trace holds texts instead of counts",
+    )
+    parser.add_argument(
         "--users", type=_count, metavar="N", help="so many requests (or sessions) under way at once"
     )
     parser.add_argument(
@@ -202,6 +207,7 @@ def _replay(args: argparse.Namespace) -> int:
     from traces import TraceError, find_trace, read_trace, stream_trace
     from traces.session_files import is_session_trace, read_sessions
     from traces.sessions import closed_loop
+    from traces.tokenizer import TextTokenizer
 
     with user_input():
         limits = parse_limits(args.slo) if args.slo else NO_LIMITS
@@ -210,9 +216,10 @@ def _replay(args: argparse.Namespace) -> int:
         if args.out is not None:
             check_writable(args.out)  # before the work, not after it
         path, origin = find_trace(args.trace)
+        tokenizer = None if args.tokenizer is None else TextTokenizer(args.tokenizer)
         trace: AnyTrace
         if path.exists() and is_session_trace(path):
-            for flag in ("requests", "arrivals", "closed_loop"):
+            for flag in ("requests", "arrivals", "tokenizer", "closed_loop"):
                 if getattr(args, flag) is not None:
                     raise ValueError(f"--{flag.replace('_', '-')} has no effect on sessions")
             trace = read_sessions(path, args.format, args.strict)
@@ -220,10 +227,14 @@ def _replay(args: argparse.Namespace) -> int:
         elif args.closed_loop is not None:
             if args.requests is not None:
                 raise ValueError("--requests has no effect on sessions")
-            recorded = read_trace(path, args.format, args.strict, arrivals=args.arrivals)
+            recorded = read_trace(
+                path, args.format, args.strict, arrivals=args.arrivals, tokenizer=tokenizer
+            )
             trace = closed_loop(recorded, args.closed_loop)
         else:
-            trace = stream_trace(path, args.format, args.strict, arrivals=args.arrivals)
+            trace = stream_trace(
+                path, args.format, args.strict, arrivals=args.arrivals, tokenizer=tokenizer
+            )
         options = _options(args)
         built = build(options, tell_tokens=False)
     _say(args, built)

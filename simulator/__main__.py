@@ -24,6 +24,7 @@ from traces.arrivals import ArrivalProcess
 from traces.session_files import is_session_trace, read_sessions
 from traces.sessions import closed_loop
 from traces.shape import shaped_trace
+from traces.tokenizer import TextTokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +65,11 @@ def _run_parser() -> argparse.ArgumentParser:
         metavar="PROCESS",
         help="when requests come, or sessions start, where the file does not say: poisson:rate=R,seed=S, "
         "constant:rate=R or all-at-once",
+    )
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help="the model's tokenizer.json, where the trace holds texts instead of counts",
     )
     add("--spread", action="store_true", help="spread rows of one coarse tick evenly over it")
     add(
@@ -172,7 +178,8 @@ def _load(args: argparse.Namespace, path: Path) -> AnyTrace:
         raise ValueError(f"--users is {args.users}, expected at least 1")
     if path.exists() and is_session_trace(path):
         _refuse_flags(
-            args, ("shape", "spread", "max_tokens", "deadline", "warm_start", "closed_loop")
+            args,
+            ("shape", "spread", "tokenizer", "max_tokens", "deadline", "warm_start", "closed_loop"),
         )
         sessions = read_sessions(path, args.format, args.strict)
         if args.arrivals is not None:
@@ -190,16 +197,19 @@ def _load(args: argparse.Namespace, path: Path) -> AnyTrace:
                 f"{path}: its sessions have no start: say --users N, or --arrivals poisson:rate=R,seed=S"
             )
         return sessions
+    reading = {
+        "arrivals": args.arrivals,
+        "spread": args.spread,
+        "tokenizer": None if args.tokenizer is None else TextTokenizer(args.tokenizer),
+    }
     if args.shape or args.closed_loop is not None:
-        trace = read_trace(
-            path, args.format, args.strict, arrivals=args.arrivals, spread=args.spread
-        )
+        trace = read_trace(path, args.format, args.strict, **reading)
         trace = shaped_trace(trace, args.shape) if args.shape else trace
         if args.closed_loop is None:
             return trace
         _refuse_flags(args, ("max_tokens", "deadline", "warm_start"))
         return closed_loop(trace, args.closed_loop)
-    return stream_trace(path, args.format, args.strict, arrivals=args.arrivals, spread=args.spread)
+    return stream_trace(path, args.format, args.strict, **reading)
 
 
 def _refuse_flags(args: argparse.Namespace, flags: Sequence[str]) -> None:

@@ -25,6 +25,7 @@ FLOORS: dict[str, set[str]] = {
             "pandas",
             "pyarrow",
             "matplotlib",
+            "tokenizers",
             "compression",
         ),  # the last from Python 3.14 on
     },
@@ -39,7 +40,7 @@ FLOORS: dict[str, set[str]] = {
 }
 """What a package may import besides itself and the standard library."""
 
-LAZY = {"pandas", "pyarrow", "matplotlib"}
+LAZY = {"pandas", "pyarrow", "matplotlib", "tokenizers"}
 """Slow to import: only inside the functions that need them."""
 
 ONLY_IN = {

@@ -25,6 +25,7 @@ from traces.formats import all_formats
 from traces.formats.base import TraceFormat
 from traces.presets import PRESETS
 from traces.session_files import SessionFormat, read_sessions, session_formats
+from traces.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 DOC = (ROOT / "docs" / "traces.md").read_text()
@@ -264,7 +265,9 @@ def example(name: str) -> str:
 @pytest.mark.parametrize(
     "known", [*all_formats(), *session_formats()], ids=lambda known: known.name
 )
-def test_documented_example_is_read(known: TraceFormat | SessionFormat, tmp_path: Path) -> None:
+def test_documented_example_is_read(
+    known: TraceFormat | SessionFormat, tmp_path: Path, word_tokenizer: Path
+) -> None:
     assert f"| `{known.name}` | {known.recognised_by} |" in DOC
     path = tmp_path / "example"
     if known.name == "baseten":
@@ -278,14 +281,19 @@ def test_documented_example_is_read(known: TraceFormat | SessionFormat, tmp_path
         sessions = read_sessions(path, strict=True)
         assert (sessions.format, sessions.num_skipped) == (known.name, 0)
         return
-    if known.units == "not read" or known.name == "aiperf-turns":
-        with pytest.raises(TraceError, match=r"cannot be a trace|the prompt is text"):
+    if known.units == "not read":
+        with pytest.raises(TraceError, match="cannot be a trace"):
             read_trace(path)
         return
     assert f"{known.units} |" in DOC
     assert f"| {known.prefix_identity} | {known.licence} |" in DOC
     is_timed = "no arrivals" not in known.units or known.name == "vidur"
-    trace = read_trace(path, arrivals=None if is_timed else "all-at-once")
+    holds_texts = "--tokenizer" in known.units
+    trace = read_trace(
+        path,
+        arrivals=None if is_timed else "all-at-once",
+        tokenizer=TextTokenizer(word_tokenizer) if holds_texts else None,
+    )
     assert (trace.format, trace.num_skipped) == (known.name, 0)
 
 

@@ -24,6 +24,7 @@ from traces.presets import PRESETS, preset
 from traces.servegen import ServeGenSettings, generate_servegen, read_servegen, servegen_lines
 from traces.session_files import is_session_trace, read_sessions
 from traces.shape import STEPS, shaped_trace
+from traces.tokenizer import TextTokenizer
 from traces.trace import Trace, read_trace
 
 
@@ -69,6 +70,11 @@ def _add_reading(parser: argparse.ArgumentParser) -> None:
         help=f"when requests come, where the file does not say: {ARRIVALS}",
     )
     parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="the model's tokenizer.json, where the trace holds texts instead of counts",
+    )
+    parser.add_argument(
         "--spread",
         action="store_true",
         help="spread rows of one coarse tick evenly over it (Mooncake's 3 s)",
@@ -99,10 +105,15 @@ def _read(arguments: argparse.Namespace) -> Trace:
         arguments.strict,
         arrivals=arguments.arrivals,
         spread=arguments.spread,
+        tokenizer=_tokenizer(arguments),
         progress=bar.show,
     )
     bar.clear()
     return shaped_trace(trace, arguments.shape)
+
+
+def _tokenizer(arguments: argparse.Namespace) -> TextTokenizer | None:
+    return None if arguments.tokenizer is None else TextTokenizer(arguments.tokenizer)
 
 
 def _add_inspect(commands: argparse._SubParsersAction[Parser]) -> None:

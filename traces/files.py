@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from traces.formats import by_name, detect, known_formats
 from traces.formats.base import BadRow, Head, Row, TraceError, TraceFormat, text_lines
+from traces.tokenizer import TextTokenizer
 
 _HEAD_LINES = 20
 _HEAD_BYTES = 1 << 24
@@ -99,9 +100,13 @@ class TraceFiles:
     ----------
     insisted
         Name of the format; recognised by content where ``None``.
+    tokenizer
+        Counts the tokens of a format of texts.
     """
 
-    def __init__(self, path: Path, insisted: str | None) -> None:
+    def __init__(
+        self, path: Path, insisted: str | None, tokenizer: TextTokenizer | None = None
+    ) -> None:
         self._bytes_before = 0
         self._raw: BinaryIO | None = None
         self.is_folder = path.is_dir()
@@ -123,6 +128,8 @@ class TraceFiles:
         if self.num_bytes == 0:
             raise TraceError("is empty")
         self.format = by_name(insisted) if insisted is not None else self._detected()
+        if tokenizer is not None:
+            self.format = self.format.counting(tokenizer)
 
     def _detected(self) -> TraceFormat:
         first: _Shard | None = None

@@ -20,6 +20,7 @@ from scheduler.request import Request
 from traces.arrivals import EXAMPLE, ArrivalProcess
 from traces.files import TraceFiles, naming
 from traces.formats.base import BadRow, Row, TraceError, TraceFormat
+from traces.tokenizer import TextTokenizer
 from traces.workload import Arrival
 
 _NO_ARRIVAL = "no arrival time"
@@ -178,6 +179,7 @@ def _place(row: Row | BadRow, word: str) -> str:
 def iter_rows(
     path: str | os.PathLike[str],
     format: str | None = None,  # noqa: A002
+    tokenizer: TextTokenizer | None = None,
 ) -> Iterator[Row | BadRow]:
     """Every row in file order, good or bad, one at a time; times on the file's own clock.
 
@@ -185,7 +187,7 @@ def iter_rows(
     """
     path = Path(path)
     with naming(path):
-        yield from TraceFiles(path, format).rows()
+        yield from TraceFiles(path, format, tokenizer).rows()
 
 
 def stream_trace(
@@ -195,11 +197,13 @@ def stream_trace(
     *,
     arrivals: str | None = None,
     spread: bool = False,
+    tokenizer: TextTokenizer | None = None,
 ) -> Trace | TraceStream:
     """A trace to be read while it is used.
 
-    A pipe, which cannot be read twice, is held as a whole, and so is a trace to be spread: the length
-    of a tick shows at its end. Parameters are those of ``read_trace``.
+    A pipe, which cannot be read twice, is held as a whole, and so are a trace to be spread (the length
+    of a tick shows at its end) and texts (they are tokenised once). Parameters are those of
+    ``read_trace``.
 
     Raises `TraceError` where the file is missing, empty, unreadable or of no known format; the rest
     of what ``read_trace`` refuses shows while the stream is read.
@@ -209,8 +213,11 @@ def stream_trace(
         mode = path.stat().st_mode
     except OSError:
         mode = stat.S_IFREG  # opening it says what is wrong
-    if spread or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        return read_trace(path, format, strict, arrivals=arrivals, spread=spread)
+    is_file = stat.S_ISREG(mode) or stat.S_ISDIR(mode)
+    if spread or tokenizer is not None or not is_file:
+        return read_trace(
+            path, format, strict, arrivals=arrivals, spread=spread, tokenizer=tokenizer
+        )
     return TraceStream(path, format, strict, arrivals)
 
 
@@ -221,6 +228,7 @@ def read_trace(
     *,
     arrivals: str | None = None,
     spread: bool = False,
+    tokenizer: TextTokenizer | None = None,
     progress: Progress | None = None,
 ) -> Trace:
     """Read a whole trace: a file, packed or not, or a folder of shards.
@@ -236,20 +244,21 @@ def read_trace(
         ``poisson:rate=R,seed=S``, ``constant:rate=R`` (requests per second) or ``all-at-once``.
     spread : lay rows with one time evenly over a tick of the clock, for clocks coarser than the gaps
         between requests.
+    tokenizer : counts tokens where the file holds texts.
 
     Raises
     ------
     TraceError
         The file is missing, empty, unreadable, of no known format, or without one usable row; it has
-        no arrival times and ``arrivals`` names none; under ``strict`` also for the first bad row,
-        unsorted arrivals or unknown keys.
+        no arrival times and ``arrivals`` names none, or texts and there is no ``tokenizer``; under
+        ``strict`` also for the first bad row, unsorted arrivals or unknown keys.
     """
     path = Path(path)
     with naming(path):
         process = None if arrivals is None else ArrivalProcess.parse(arrivals)
         if spread and process is not None:
             raise TraceError("--spread has no effect on the times that --arrivals makes")
-        files = TraceFiles(path, format)
+        files = TraceFiles(path, format, tokenizer)
         digest = files.sha256()
         checks = _WholeChecks(files, strict, process)
         rows: list[Row] = []

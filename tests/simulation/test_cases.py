@@ -513,6 +513,22 @@ def test_si_09_flag_arrivals(tmp_path: Path) -> None:
     assert any("10" in note and "rrival" in note for note in notes), notes
 
 
+def test_si_09_flag_tokenizer(tmp_path: Path, word_tokenizer: Path) -> None:
+    messages = [{"from": "human", "value": "a b c"}, {"from": "gpt", "value": "d e"}]
+    path = write_trace(tmp_path / "chats.jsonl", [{"id": "c", "conversations": messages}])
+    process = ("--arrivals", "constant:rate=1")
+    is_refused(command("--trace", path, *process), "--tokenizer FILE")
+    ran = command("--trace", path, *process, "--tokenizer", word_tokenizer, "--json")
+    assert ran.summary["requests"]["completed"] == 1
+    assert any("chat template" in note for note in ran.document["settings"]["trace_notes"])
+    calls = [{"input_toks": 5, "output_toks": 2}]
+    agents = write_trace(
+        tmp_path / "agents.jsonl",
+        [{"session_id": "a", "arrival_time_ns": 0, "sub_requests": calls}],
+    )
+    is_refused(command("--trace", agents, "--tokenizer", word_tokenizer), "--tokenizer", "sessions")
+
+
 def test_si_09_flag_spread(tmp_path: Path) -> None:
     ticks = write_trace(tmp_path / "t.jsonl", [row(3 * (i // 10), 500, 20) for i in range(60)])
     plain, spread = (command("--trace", ticks, "--json", *f) for f in ((), ("--spread",)))

@@ -37,6 +37,7 @@ from traces.formats.refused import (
 from traces.formats.results import AiPerf, GuideLlm, InferencePerf, VllmBench
 from traces.formats.sagemaker import SageMaker
 from traces.formats.simulators import SplitwiseSim, Vidur
+from traces.formats.texts import ShareGpt
 
 FORMATS: tuple[TraceFormat, ...] = (
     Native(),
@@ -55,6 +56,7 @@ FORMATS: tuple[TraceFormat, ...] = (
     Llmperf(),
     OpenAiBatch(),
     LlamaCpp(),
+    ShareGpt(),
     LLMServingSim(),
     Dynamo(),
     VllmBench(),

@@ -15,9 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from functools import cached_property
-from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, NamedTuple, Self
 
 from blockmanager.content import NO_EXTRA_KEYS, Content, ExtraKeys
+
+if TYPE_CHECKING:
+    from traces.tokenizer import TextTokenizer
 
 INT64_MAX = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -50,6 +53,7 @@ class RowError(ValueError):
 
 NO_REMARKS: frozenset[str] = frozenset()
 TEXT_PROMPT = "the prompt is text: only a tokenizer tells its tokens"
+NO_TOKENIZER = f"{TEXT_PROMPT} (--tokenizer)"
 
 
 class Row(NamedTuple):
@@ -297,7 +301,7 @@ class TraceFormat(ABC):
     """Whether time 0 is the start of the trace, or the earliest row has to become it."""
     clock_zero: ClassVar[str] = "the file has dates"
     """Why the earliest row becomes time 0, where the clock is absolute."""
-    assumes: ClassVar[str] = ""
+    assumes: str = ""
     """What a reader takes for granted of every row: a sentence that the report prints."""
     counted_as: ClassVar[str] = "line"
     """What ``Row.line`` counts, from 1."""
@@ -316,6 +320,22 @@ class TraceFormat(ABC):
 
         Raises `TraceError` (without the file's name) where no row at all can be read.
         """
+
+    def counting(self, tokenizer: TextTokenizer) -> TraceFormat:
+        """The reader that counts texts with this. Raises `TraceError` where the format has no texts."""
+        raise TraceError(f"--tokenizer has no effect: {self.name} has counts, not texts")
+
+
+class TextFormat(TraceFormat):
+    """A format that holds texts, all of whose rows, or some, need a tokenizer."""
+
+    def __init__(self, tokenizer: TextTokenizer | None = None) -> None:
+        self.tokenizer = tokenizer
+        if tokenizer is not None:
+            self.assumes = tokenizer.about
+
+    def counting(self, tokenizer: TextTokenizer) -> Self:
+        return type(self)(tokenizer)
 
 
 class JsonLinesFormat(TraceFormat):

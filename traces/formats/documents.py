@@ -177,7 +177,7 @@ class RecordsFormat(TraceFormat):
 
     def _documents(self, lines: Lines) -> Iterator[tuple[int, object]]:
         last = 0
-        for line, document in _json_documents(lines):
+        for line, document in json_documents(lines):
             if last and self.one_document:
                 raise TraceError(f"holds a second run at line {line}: read one at a time")
             found = [document] if isinstance(document, RowError) else self.entries(document)
@@ -209,7 +209,7 @@ class RecordsFormat(TraceFormat):
                 yield number, dict(zip(names, fields, strict=True))
 
 
-def _json_documents(lines: Lines) -> Iterator[tuple[int, object]]:
+def json_documents(lines: Lines) -> Iterator[tuple[int, object]]:
     """A document a line, or one document over all lines; raises `TraceError` for a broken one."""
     lines = iter(lines)
     number, line = next(lines)
