@@ -49,7 +49,7 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 
 class Content(Protocol):
-    """Identity of the leading tokens of a prompt."""
+    """Identity of the leading tokens of a sequence: of its prompt, or of all that it will hold."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,8 +136,8 @@ class HashedContent:
 class KeyChain:
     """The block keys of one sequence, as far as its content is known.
 
-    Prompt keys are computed in one pass when the chain is made. Outputs extend the chain only when
-    the prompt's token ids are known and the driver reports the ids it sampled.
+    Keys of what is known at the start are computed in one pass. Outputs extend the chain only when
+    all token ids before them are known and the driver reports the ids it sampled.
     """
 
     __slots__ = ("_block_size", "_hash", "_parent", "_tail", "keys")

@@ -140,7 +140,7 @@ class BlockManager:
         num_prompt_tokens: int,
         extra_keys: ExtraKeys = NO_EXTRA_KEYS,
     ) -> BlockTable:
-        """An empty table for a prompt whose leading tokens are ``content``."""
+        """An empty table for a sequence that begins with ``content``: its prompt or a part of it, or more."""
         if content is None or not self.enable_prefix_caching:
             return BlockTable()
         is_whole_prompt = content.num_tokens == num_prompt_tokens

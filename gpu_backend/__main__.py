@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import commandline
 from blockmanager.ledger import parse_bytes
 from commandline import Parser, UsageError, user_input
+from traces.load import add_load_flags, read_load
 
 if TYPE_CHECKING:
     from gpu_backend.llm import Built, EngineOptions
@@ -160,30 +161,8 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Serve a trace with its output lengths and record it, to be held against a "
         "simulation of the same trace: python -m simulator compare SIMULATED MEASURED.",
     )
-    parser.add_argument("--trace", required=True, metavar="FILE", help="as the simulator reads it")
-    parser.add_argument("--format", metavar="NAME", help="insist on a trace format")
-    parser.add_argument(
-        "--strict", action="store_true", help="a row that would be skipped is an error"
-    )
+    add_load_flags(parser.add_argument)
     parser.add_argument("--requests", type=_count, metavar="N", help="only the first N")
-    parser.add_argument(
-        "--arrivals", metavar="PROCESS", help="when requests come, where the file does not say"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="the model's tokenizer.json, where the trace holds texts instead of counts",
-    )
-    parser.add_argument(
-        "--users", type=_count, metavar="N", help="so many requests (or sessions) under way at once"
-    )
-    parser.add_argument(
-        "--closed-loop",
-        type=float,
-        metavar="SPEED",
-        help="rows of one session wait for the answers before them, taken to have come at SPEED tokens/s "
-        "in the recording",
-    )
     parser.add_argument(
         "--pace",
         choices=("real", "busy"),
@@ -201,13 +180,10 @@ def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _replay(args: argparse.Namespace) -> int:
     from gpu_backend.llm import build
-    from gpu_backend.replay import AnyTrace, replay
+    from gpu_backend.replay import replay
     from records.run import check_writable, to_json
     from records.slo import NO_LIMITS, parse_limits
-    from traces import TraceError, find_trace, read_trace, stream_trace
-    from traces.session_files import is_session_trace, read_sessions
-    from traces.sessions import closed_loop
-    from traces.tokenizer import TextTokenizer
+    from traces import TraceError, find_trace
 
     with user_input():
         limits = parse_limits(args.slo) if args.slo else NO_LIMITS
@@ -216,25 +192,7 @@ def _replay(args: argparse.Namespace) -> int:
         if args.out is not None:
             check_writable(args.out)  # before the work, not after it
         path, origin = find_trace(args.trace)
-        tokenizer = None if args.tokenizer is None else TextTokenizer(args.tokenizer)
-        trace: AnyTrace
-        if path.exists() and is_session_trace(path):
-            for flag in ("requests", "arrivals", "tokenizer", "closed_loop"):
-                if getattr(args, flag) is not None:
-                    raise ValueError(f"--{flag.replace('_', '-')} has no effect on sessions")
-            trace = read_sessions(path, args.format, args.strict)
-            trace.workload(users=args.users)  # whether their starts are known
-        elif args.closed_loop is not None:
-            if args.requests is not None:
-                raise ValueError("--requests has no effect on sessions")
-            recorded = read_trace(
-                path, args.format, args.strict, arrivals=args.arrivals, tokenizer=tokenizer
-            )
-            trace = closed_loop(recorded, args.closed_loop)
-        else:
-            trace = stream_trace(
-                path, args.format, args.strict, arrivals=args.arrivals, tokenizer=tokenizer
-            )
+        trace = read_load(args, path, only_open=("requests",))
         options = _options(args)
         built = build(options, tell_tokens=False)
     _say(args, built)
@@ -262,7 +220,8 @@ def _replay(args: argparse.Namespace) -> int:
     else:
         print(_table(done.record.summary))
         print(
-            f"replayed in {done.seconds:.1f} s ({args.pace} pace), greedy, with the trace's output lengths"
+            f"replayed in {done.seconds:.1f} s ({args.pace} pace), {done.record.settings['load']}; greedy, "
+            "with the trace's output lengths and what it tells of the answers"
         )
         if origin:
             print(origin)

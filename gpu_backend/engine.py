@@ -234,10 +234,22 @@ class Engine:
         answer_ids: list[int] | None = None,
         transcript: Content | None = None,
     ) -> str:
-        """The same for a request that is made already, as a trace has it; ``forced_tokens`` is the
-        length at which each of its outputs ends, ``answer_ids`` what its one output says, and
-        ``transcript`` the identity of prompt and answer (see ``Scheduler.add``)."""
+        """The same for a request that is made already, as a trace has it.
+
+        Parameters
+        ----------
+        forced_tokens : length at which each of its outputs ends.
+        answer_ids : what its one output says, whatever the model would.
+        transcript : identity of its prompt and of that answer, see ``Scheduler.add``.
+
+        Raises
+        ------
+        RequestError
+            As above, and where an answer cannot be forced with these parameters.
+        """
         ids = self._checked(request.id, prompt_ids)
+        if answer_ids is not None or transcript is not None:
+            forced_tokens = len(self._known_answer(request, params, answer_ids, forced_tokens))
         if params.stop and self.tokenizer is None:
             raise RequestError(f"request {request.id}: stop strings need a tokenizer")
         if params.beam_width is not None and (reason := self._no_beams()):
@@ -264,6 +276,27 @@ class Engine:
             self._track(live, sequence, self._new_stream(live, index, ids))
         return request.id
 
+    def _known_answer(
+        self,
+        request: Request,
+        params: SamplingParams,
+        answer_ids: list[int] | None,
+        forced_tokens: int | None,
+    ) -> npt.NDArray[np.int64]:
+        if answer_ids is None:
+            # Other tokens would be found again under the keys of these.
+            raise RequestError(f"request {request.id}: a transcript needs answer_ids as well")
+        if request.n > 1 or params.beam_width is not None or params.logprobs is not None:
+            raise RequestError(
+                f"request {request.id}: answer_ids need one output, no beam search and no logprobs"
+            )
+        answer = self._checked(request.id, answer_ids, "answer")
+        if forced_tokens not in (None, len(answer)):
+            raise RequestError(
+                f"request {request.id}: forced_tokens is {forced_tokens}, its answer has {len(answer)}"
+            )
+        return answer
+
     def _no_beams(self) -> str | None:
         """Why no beam search can be served with these settings."""
         config = self.scheduler.config
@@ -278,21 +311,21 @@ class Engine:
         return None
 
     def _checked(
-        self, request_id: str, prompt_ids: Seq[int] | npt.NDArray[np.int64]
+        self, request_id: str, token_ids: Seq[int] | npt.NDArray[np.int64], what: str = "prompt"
     ) -> npt.NDArray[np.int64]:
         vocab = self.executor.model.config.vocab_size
         try:
-            ids = np.asarray(prompt_ids)
+            ids = np.asarray(token_ids)
         except ValueError:  # lists of several lengths
             ids = np.zeros((0, 0))
         if ids.shape == (0,):
-            raise RequestError(f"request {request_id}: its prompt has no tokens, must have some")
+            raise RequestError(f"request {request_id}: its {what} has no tokens, must have some")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise RequestError(f"request {request_id}: its prompt is no list of token ids")
+            raise RequestError(f"request {request_id}: its {what} is no list of token ids")
         wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
         if len(wrong):
             raise RequestError(
-                f"request {request_id}: token {wrong[0]} of its prompt is {ids[wrong[0]]}, must be "
+                f"request {request_id}: token {wrong[0]} of its {what} is {ids[wrong[0]]}, must be "
                 f"from 0 to {vocab - 1}"
             )
         return ids.astype(np.int64)
@@ -456,18 +489,19 @@ class Engine:
                 request_id = plan.sequences[entry.position].request.id
                 self._fail(request_id, "its logits are no numbers (NaN or infinite)")
             else:
-                known = self._known_answer(plan.sequences[entry.position].request.id)
-                if known is not None:
-                    token = known[len(entry.stream.output.token_ids)]
+                forced = self._forced_token(plan.sequences[entry.position].request.id, entry.stream)
+                token = token if forced is None else forced
                 sampled.append(entry._replace(token=token, logprobs=logprobs.get(i)))
         # A request that failed in one of its rows has none.
         return [
             e for e in sampled if plan.sequences[e.position].request.id in self._live
         ], log_probs
 
-    def _known_answer(self, request_id: str) -> Seq[int] | None:
+    def _forced_token(self, request_id: str, stream: _Stream) -> int | None:
         live = self._live.get(request_id)  # none if it failed in another row of this step
-        return None if live is None else live.answer_ids
+        if live is None or live.answer_ids is None:
+            return None
+        return live.answer_ids[len(stream.output.token_ids)]
 
     @staticmethod
     def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

@@ -27,8 +27,8 @@ from records.run import RunRecord
 from records.slo import NO_LIMITS, Limits
 from scheduler.request import Request
 from traces.closed import FixedConcurrency
+from traces.load import AnyTrace, load_settings
 from traces.sessions import SessionTrace
-from traces.trace import Trace, TraceStream
 from traces.workload import Arrival, OpenLoop, Workload
 
 Pace = Literal["real", "busy"]
@@ -72,9 +72,6 @@ class PromptMaker:
 _NOTHING = np.zeros(0, np.int64)
 
 
-AnyTrace = Trace | TraceStream | SessionTrace
-
-
 class Replayed(NamedTuple):
     record: RunRecord
     seconds: float
@@ -106,7 +103,7 @@ def replay(
     start = time.perf_counter()
     driver.run(_workload(trace, most_requests, users), on_progress)
     seconds = time.perf_counter() - start
-    settings = run_settings(built, options, trace, pace, most_requests)
+    settings = run_settings(built, options, trace, pace, most_requests, users)
     requests, steps = recorder.requests.columns(), recorder.steps.columns()
     evictions = built.engine.scheduler.blocks.pool.num_evictions
     summary = summarize(requests, steps, recorder.gaps, settings, limits, evictions=evictions)
@@ -274,8 +271,13 @@ def run_settings(
     trace: AnyTrace,
     pace: Pace,
     most_requests: int | None = None,
+    users: int | None = None,
 ) -> dict[str, Any]:
     """run.json of a replay; its names are those of a simulation where both have the setting."""
+    load = load_settings(trace, users)
+    if most_requests is not None:
+        # Of a part of the file there is no hash: it is another trace than the whole.
+        load |= {"trace": f"{load['trace']}, first {most_requests}", "trace_sha256": None}
     blocks = built.engine.scheduler.blocks
     model, config = built.model.config, built.config
     block_bytes = bytes_per_block(
@@ -292,15 +294,7 @@ def run_settings(
         "attention": built.attention,
         "cuda_graphs": built.engine.executor.graphs is not None,
         "random_weights_seed": options.weights_seed,
-        "trace": trace.path.name + ("" if most_requests is None else f", first {most_requests}"),
-        "trace_format": trace.format,
-        # Of a part of the file there is no hash: it is another trace than the whole.
-        "trace_sha256": trace.sha256 if most_requests is None else None,
-        "trace_rows": trace.num_rows,
-        "trace_rows_skipped": [
-            {"reason": s.reason, "rows": s.count, "lines": s.lines[:20]} for s in trace.skipped
-        ],
-        "prefix_identity": trace.has_identity,
+        **load,
         "pace": pace,
         "num_replicas": 1,
         "num_blocks": built.kv.num_blocks,

@@ -207,8 +207,9 @@ class Scheduler:
         """Queue a request.
 
         ``transcript`` is the identity of its prompt and of the output that it will have, for a driver
-        that replays what is known; blocks that hold some of the output can be found again, as where
-        token ids are reported. Nothing is decided by it before those tokens are computed.
+        that replays what is known: blocks that hold some of the output are registered as they fill, as
+        where token ids are reported. Where it names full blocks of the prompt otherwise than
+        ``request.content`` does, nothing is known of the output: equal prompts have to stay equal.
 
         Returns its sequences: one, or n where parallel samples are separate.
 
@@ -217,17 +218,17 @@ class Scheduler:
         RequestRefusedError
             It could never be served. Nothing has changed.
         ValueError
-            A transcript of several outputs.
+            A transcript for several outputs, or one that tells less than ``request.content``.
         """
-        if transcript is not None and request.n > 1:
-            raise ValueError(f"request {request.id}: one transcript for n = {request.n} outputs")
+        content = request.content
+        if transcript is not None:
+            content = self._known_tokens(request, transcript)
         reason = self.refusal(request)
         if reason is not None:
             raise RequestRefusedError(request.id, reason)
         separate = request.n > 1 and self.config.parallel_sampling == "separate"
         family: dict[Sequence, None] = {}
         self._of_request[request.id] = family
-        content = request.content if transcript is None else transcript
         extra_keys = request.extra_keys
         if separate and content is None:
             # Whatever the prompt is, it is the same for all of them.
@@ -248,6 +249,20 @@ class Scheduler:
                 self._deadlines = [e for e in self._deadlines if e[2] in self._of_request]
                 heapify(self._deadlines)
         return list(family)
+
+    def _known_tokens(self, request: Request, transcript: Content) -> Content:
+        prompt, size = request.content, self.blocks.block_size
+        if request.n > 1:
+            raise ValueError(f"request {request.id}: one transcript for n = {request.n} outputs")
+        if prompt is None:
+            return transcript
+        if transcript.num_tokens < prompt.num_tokens:
+            raise ValueError(
+                f"request {request.id}: a transcript of {transcript.num_tokens} tokens, of the prompt "
+                f"alone {prompt.num_tokens} are known"
+            )
+        pairs = zip(prompt.payloads(size), transcript.payloads(size), strict=False)
+        return transcript if all(own == told for own, told in pairs) else prompt
 
     def _new_sequence(self, request: Request, index: int, slots: int) -> Sequence:
         seq_id = request.id if request.n == 1 and index == 0 else f"{request.id}#{index}"
@@ -366,11 +381,12 @@ class Scheduler:
         if len(rows) != len(self.running) or not is_decode.all():
             return 1
         num_steps = min(max_steps, int((arrays.limit[rows] - arrays.num_tokens[rows]).min()))
+        num_steps = self._affordable_steps(arrays.num_computed[rows], num_steps)
         if self.num_unfinished > len(self.running):
             if not self._waits_steadily():
                 return 1
             num_steps = self._steps_before_a_hit(rows, num_steps)
-        return self._affordable_steps(arrays.num_computed[rows], num_steps)
+        return num_steps
 
     def _waits_steadily(self) -> bool:
         """Whether the head of the queue stays out as long as nobody leaves: sure only of policies
@@ -383,7 +399,7 @@ class Scheduler:
 
     def _steps_before_a_hit(self, rows: npt.NDArray[np.int64], num_steps: int) -> int:
         """Most steps, up to ``num_steps``, in which nobody registers a block that would lengthen the
-        prefix hit of the head of the queue (or keep it, as others are evicted)."""
+        prefix hit of the head of the queue, or be one of it once that block has been evicted."""
         arrays, size = self.arrays, self.blocks.block_size
         registering = arrays.num_keys[rows] > arrays.num_registered[rows]
         head = self.swapped.head() or self.waiting.head()

@@ -31,7 +31,7 @@ class SequenceArrays:
         "num_prompt",
         "limit",  # tokens at which the sequence must end
         "blocks_held",
-        "num_keys",  # leading blocks whose key is known
+        "num_keys",  # leading blocks whose key is known, also before they are computed
         "num_registered",  # leading blocks that are in the prefix cache
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +16,10 @@ from simulator.bands import with_band
 from simulator.compare import compare, compare_json
 from simulator.flags import add_server_flags, options_of
 from simulator.report import render
-from simulator.run import AnyTrace, OnProgress, RunResult, package_version, run
+from simulator.run import OnProgress, RunResult, package_version, run
 from simulator.settings import Setup, resolve
-from traces import TraceError, find_trace, read_trace, stream_trace
-from traces.arrivals import ArrivalProcess
-from traces.session_files import is_session_trace, read_sessions
-from traces.sessions import closed_loop
-from traces.shape import shaped_trace
-from traces.tokenizer import TextTokenizer
+from traces import TraceError, find_trace
+from traces.load import AnyTrace, add_load_flags, read_load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,47 +47,7 @@ def _run_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvplan {package_version()}")
     add = parser.add_argument_group("load").add_argument
-    add(
-        "--trace",
-        required=True,
-        metavar="FILE",
-        help="requests or sessions in any known format (`python -m traces inspect --help` lists them)",
-    )
-    add("--format", metavar="NAME", help="insist on a trace format instead of recognising it")
-    add("--strict", action="store_true", help="a row that would be skipped or repaired is an error")
-    add(
-        "--arrivals",
-        metavar="PROCESS",
-        help="when requests come, or sessions start, where the file does not say: poisson:rate=R,seed=S, "
-        "constant:rate=R or all-at-once",
-    )
-    add(
-        "--tokenizer",
-        metavar="FILE",
-        help="the model's tokenizer.json, where the trace holds texts instead of counts",
-    )
-    add("--spread", action="store_true", help="spread rows of one coarse tick evenly over it")
-    add(
-        "--shape",
-        action="append",
-        default=[],
-        metavar="STEP",
-        help="change the load, in the order given, e.g. rate:factor=2,by=stretch (see `python -m traces "
-        "convert --help`)",
-    )
-    add(
-        "--users",
-        type=int,
-        metavar="N",
-        help="closed loop: so many requests (or sessions) under way, the next as one ends",
-    )
-    add(
-        "--closed-loop",
-        type=float,
-        metavar="SPEED",
-        help="rows of one session wait for the answers before them; those are taken to have come at SPEED "
-        "tokens/s in the recording, which decides the think times",
-    )
+    add_load_flags(add)
     add("--max-tokens", type=int, metavar="N", help="output limit of rows that have none")
     add(
         "--deadline",
@@ -146,7 +101,7 @@ def _run(argv: list[str]) -> int:
             check_writable(args.out)  # before the work, not after it
         setup = resolve(options_of(args))
         path, origin = find_trace(args.trace)
-        trace = _load(args, path)
+        trace = read_load(args, path, only_open=("max_tokens", "deadline", "warm_start"))
     result = _with_progress(setup, trace, args.strict, args.users)
     if args.bands:
         with user_input():
@@ -170,54 +125,6 @@ def _run(argv: list[str]) -> int:
         if args.out is not None:
             print(f"\nWritten: {args.out} (run record and pictures)")
     return 0 if _limits_hold(result.record) else 1
-
-
-def _load(args: argparse.Namespace, path: Path) -> AnyTrace:
-    """The trace, shaped, or the sessions of a file of sessions. Raises ``ValueError``."""
-    if args.users is not None and args.users < 1:
-        raise ValueError(f"--users is {args.users}, expected at least 1")
-    if path.exists() and is_session_trace(path):
-        _refuse_flags(
-            args,
-            ("shape", "spread", "tokenizer", "max_tokens", "deadline", "warm_start", "closed_loop"),
-        )
-        sessions = read_sessions(path, args.format, args.strict)
-        if args.arrivals is not None:
-            if args.users is not None:
-                raise ValueError("--users and --arrivals are both given, expected one of them")
-            times = ArrivalProcess.parse(args.arrivals).times_ns()
-            starts = zip(sessions.sessions, times, strict=False)
-            return replace(
-                sessions,
-                sessions=tuple(replace(session, start_ns=time) for session, time in starts),
-                notes=[*sessions.notes, f"Sessions start by --arrivals {args.arrivals}."],
-            )
-        if args.users is None and not sessions.has_starts:
-            raise ValueError(
-                f"{path}: its sessions have no start: say --users N, or --arrivals poisson:rate=R,seed=S"
-            )
-        return sessions
-    reading = {
-        "arrivals": args.arrivals,
-        "spread": args.spread,
-        "tokenizer": None if args.tokenizer is None else TextTokenizer(args.tokenizer),
-    }
-    if args.shape or args.closed_loop is not None:
-        trace = read_trace(path, args.format, args.strict, **reading)
-        trace = shaped_trace(trace, args.shape) if args.shape else trace
-        if args.closed_loop is None:
-            return trace
-        _refuse_flags(args, ("max_tokens", "deadline", "warm_start"))
-        return closed_loop(trace, args.closed_loop)
-    return stream_trace(path, args.format, args.strict, **reading)
-
-
-def _refuse_flags(args: argparse.Namespace, flags: Sequence[str]) -> None:
-    for flag in flags:
-        if getattr(args, flag):
-            raise ValueError(
-                f"--{flag.replace('_', '-')} has no effect on sessions, as {args.trace} has"
-            )
 
 
 class _Tried(NamedTuple):

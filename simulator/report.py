@@ -15,9 +15,10 @@ from records.run import RunRecord
 from records.steps import StepRows
 from scheduler.policies import load_policy
 from simulator.pictures import TimeBins
-from simulator.run import AnyTrace, RunResult, package_version
+from simulator.run import RunResult, package_version
 from simulator.settings import Setup
 from simulator.verdict import Verdict
+from traces.load import AnyTrace
 from traces.sessions import SessionTrace
 
 WIDTH = 100

@@ -22,15 +22,15 @@ from simulator.settings import Setting, Setup
 from simulator.verdict import Verdict, judge
 from traces.closed import FixedConcurrency
 from traces.formats.base import TraceError
+from traces.load import AnyTrace, load_settings
 from traces.sessions import SessionTrace
-from traces.trace import NotStreamableError, Trace, TraceStream
+from traces.trace import NotStreamableError, TraceStream
 from traces.workload import Arrival, OpenLoop, Workload
 
 NS = 1_000_000_000
 
 
 OnProgress = Callable[[int, float], None]
-AnyTrace = Trace | TraceStream | SessionTrace
 
 
 class RunResult(NamedTuple):
@@ -260,32 +260,13 @@ def _throttled(on_progress: Callable[[int], None], recorder: Recorder) -> Callab
     return tick
 
 
-def load_text(trace: AnyTrace, users: int | None) -> str:
-    """How the requests come, in a few words."""
-    if isinstance(trace, SessionTrace):
-        starts = "at their starts" if users is None else f"by {users:,} users"
-        return f"{len(trace.sessions):,} sessions {starts}, in closed loop: turns wait for answers"
-    if users is not None:
-        return f"closed loop: {users:,} requests under way, the next as one ends"
-    return "open loop: requests come at the trace's times, whatever the server does"
-
-
 def run_settings(setup: Setup, trace: AnyTrace, users: int | None) -> dict[str, Any]:
     """run.json: every resolved setting by name, and where each came from."""
     settings: dict[str, Any] = {name: setting.value for name, setting in setup.settings.items()}
     settings["model"] = setup.shape.name
     settings["gpu"] = setup.gpu.name
     settings |= {
-        "load": load_text(trace, users),
-        "trace": str(trace.path.name),
-        "trace_format": trace.format,
-        "trace_sha256": trace.sha256,
-        "trace_rows": trace.num_rows,
-        "trace_rows_skipped": [
-            {"reason": s.reason, "rows": s.count, "lines": s.lines[:20]} for s in trace.skipped
-        ],
-        "trace_notes": list(trace.notes),
-        "prefix_identity": trace.has_identity,
+        **load_settings(trace, users),
         "num_replicas": 1,
         "num_swap_blocks": setup.num_swap_blocks,
         "watermark_blocks": setup.watermark_blocks,

@@ -188,6 +188,124 @@ def test_what_does_not_go_on_from_an_answer_says_nothing_of_it(
     assert first.transcript is None
 
 
+def test_a_transcript_never_gives_a_prompt_another_name() -> None:
+    """Two sessions begin with the same 1,000 tokens; what follows fills the last id of 512 in two ways."""
+    first = HashedContent(np.array([1, 2]), 512, 1000)
+    sessions = [
+        Session(
+            id=name,
+            turns=(
+                turn(f"{name}/0", 1000, 100, content=first),
+                turn(
+                    f"{name}/1",
+                    1600,
+                    5,
+                    content=HashedContent(np.array([1, *ids]), 512, 1600),
+                    after=(0,),
+                ),
+            ),
+        )
+        for name, ids in (("a", (3, 4, 5)), ("b", (6, 7, 8)))
+    ]
+    assert [session.transcripts() for session in sessions] == [{}, {}]
+    # Of 520 tokens 8 are in the second id: no block of 16.
+    short = HashedContent(np.array([1, 2]), 512, 520)
+    following = HashedContent(np.array([1, 3, 4, 5]), 512, 1600)
+    session = Session(
+        id="c",
+        turns=(
+            turn("a", 520, 100, content=short),
+            turn("b", 1600, 5, content=following, after=(0,)),
+        ),
+    )
+    assert session.transcripts().keys() == {0}
+
+
+def test_what_leaves_much_of_a_prompt_unnamed_tells_no_answer() -> None:
+    """As a prefix group of BLIS does, or ids of 512 tokens that are rounded down."""
+
+    def told(content: Content, following: Content) -> bool:
+        turns = (
+            turn("a", 1000, 10, content=content),
+            turn("b", 1200, 5, content=following, after=(0,)),
+        )
+        return bool(Session(id="s", turns=turns).transcripts())
+
+    assert not told(TokenContent.of(range(40)), TokenContent.of(range(40)))
+    assert not told(TokenContent.of(range(40)), TokenContent.of(range(1200)))
+    assert told(TokenContent.of(range(1000)), TokenContent.of(range(1200)))
+    ids = np.arange(19)
+    assert told(HashedContent(ids[:15], 64, 960), HashedContent(ids[:18], 64, 1152))
+    assert not told(HashedContent(ids[:1], 512, 512), HashedContent(ids[:2], 512, 1024))
+
+
+def test_turns_that_tell_different_answers_tell_none() -> None:
+    """A sub-agent that begins with a copy of what was said, and the turn that goes on from it."""
+
+    def session(*followers: list[int]) -> Session:
+        start = turn("a", 16, 8, content=hashed([1, 2], 16))
+        return Session(
+            id="s",
+            turns=(
+                start,
+                *(
+                    turn(f"b{i}", 32, 1, content=hashed(ids, 32), after=(0,))
+                    for i, ids in enumerate(followers)
+                ),
+            ),
+        )
+
+    assert session([1, 2, 3, 4]).transcripts().keys() == {0}
+    assert session([1, 2, 3, 4], [1, 2, 3, 9]).transcripts().keys() == {0}
+    assert session([1, 2, 3, 4], [8, 9, 3, 4]).transcripts().keys() == {0}
+    assert not session([1, 2, 5, 6], [1, 2, 3, 4]).transcripts()
+    assert not session([1, 2, 5, 6], [1, 2, 3, 4]).known_answers()
+    tokens = [
+        turn("a", 2, 1, content=TokenContent.of([7, 8])),
+        turn("b", 4, 1, content=TokenContent.of([7, 8, 1, 2]), after=(0,)),
+        turn("c", 4, 1, content=TokenContent.of([7, 8, 3, 2]), after=(0,)),
+    ]
+    assert not Session(id="s", turns=tuple(tokens)).transcripts()
+
+
+@pytest.mark.parametrize(("speed", "known"), [(1000.0, 1), (40.0, 0), (None, 1)])
+def test_who_wrote_before_the_answer_was_there_did_not_quote_it(
+    tmp_path: Path, speed: float | None, known: int
+) -> None:
+    """A quarter of a second lies between the rows: too little for 20 tokens at 40 a second."""
+    rows = [
+        {
+            "session_id": "s",
+            "arrival_s": 0.25 * i,
+            "prompt_tokens": 16 + 24 * i,
+            "output_tokens": 20,
+        }
+        | {"hash_block_size": 8, "hash_ids": list(range(2 + 3 * i))}
+        for i in range(2)
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (session,) = closed_loop(read_trace(path), speed).sessions
+    assert len(session.transcripts()) == known
+    assert (session.start_ns is None) == (speed is None)
+
+
+def test_bailian_leaves_reasoning_out_of_later_prompts(tmp_path: Path) -> None:
+    rows = [
+        {"chat_id": i, "parent_chat_id": i - 1, "timestamp": 60.0 * i, "input_length": 32 + 64 * i}
+        | {"output_length": 20, "hash_ids": list(range(2 + 4 * i)), "turn": i + 1, "type": "text"}
+        for i in range(2)
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    trace = closed_loop(read_trace(path), 100)
+    assert trace.format == "bailian"
+    (session,) = trace.sessions
+    assert len(session.turns) == 2
+    assert not session.transcripts()
+    assert any("leave reasoning out" in note for note in trace.notes)
+
+
 def test_a_prompt_of_less_than_an_id_proves_nothing() -> None:
     session = Session(
         id="s",
@@ -939,10 +1057,14 @@ def test_real_weka_sessions_share_96_percent_of_their_blocks_within_each(
 ) -> None:
     """41 of the 739 sessions of github.com/callanjfox/kv-cache-tester; 96.3 % over 710 of them."""
     assert (len(weka_real.sessions), weka_real.num_rows, weka_real.num_skipped) == (41, 2606, 0)
-    hits = ideal_prefix_hits(serve(weka_real.workload(users=41)))
+    arrivals = serve(weka_real.workload(users=41))
+    hits = ideal_prefix_hits([arrival._replace(transcript=None) for arrival in arrivals])
     assert hits is not None
     assert (hits.requests, hits.hit_blocks, hits.blocks) == (2606, 5_085_787, 5_274_749)
     assert hits.block_hit_rate == pytest.approx(0.963, abs=0.002)
+    with_answers = ideal_prefix_hits(arrivals)
+    assert with_answers is not None
+    assert with_answers.hit_blocks == 5_099_088
 
 
 def test_real_weka_sessions_served_as_recorded_last_as_long_as_recorded(

@@ -115,12 +115,6 @@ class TraceFiles:
             self._shards = [_Shard(p, p.name) for p in members if p.is_file()]
             if not self._shards:
                 raise TraceError("is a folder without files")
-            names = {shard.name for shard in self._shards}
-            if any(f"{n.removesuffix('-trace.csv')}-dataset.json" in names for n in names):
-                raise TraceError(
-                    "holds clients of ServeGen, which describe a load and are no trace: "
-                    "`python -m traces generate --servegen FOLDER` makes one of them"
-                )
         else:
             self._shards = [_Shard(path, "")]
         self.num_bytes = sum(shard.num_bytes for shard in self._shards)
@@ -132,6 +126,13 @@ class TraceFiles:
             self.format = self.format.counting(tokenizer)
 
     def _detected(self) -> TraceFormat:
+        names = {shard.name for shard in self._shards}
+        clients = [name.removesuffix("-trace.csv") for name in names if name.endswith("-trace.csv")]
+        if any(f"{client}-dataset.json" in names for client in clients):
+            raise TraceError(
+                "holds clients of ServeGen, which describe a load and are no trace: "
+                "`python -m traces generate --servegen FOLDER` makes one of them"
+            )
         first: _Shard | None = None
         found: TraceFormat | None = None
         for shard in self._shards:
@@ -257,4 +258,4 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         raise TraceError(f"trace {path}: cannot be read: {error.strerror or error}") from None
     except TraceError as error:
-        raise TraceError(f"trace {path}: {error}") from None
+        raise type(error)(f"trace {path}: {error}") from None

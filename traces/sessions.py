@@ -23,8 +23,10 @@ import numpy.typing as npt
 
 from blockmanager.content import Content, HashedContent, TokenContent
 from scheduler.request import Request
+from traces.arrivals import ArrivalProcess
 from traces.closed import sent_at
 from traces.formats.base import TraceError
+from traces.prefix import DEFAULT_BLOCK_SIZE
 from traces.workload import Arrival
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ class Turn:
     kept_tokens: int | None = None
     """Leading tokens of the context that the prompt begins with; the rest of it is new. The context
     is the prompt and the answer of the first turn of ``after``, or the session's system prompt."""
+    holds_answer: bool = True
+    """Whether a recorded prompt may hold the answer of the first turn of ``after``, word for word."""
 
 
 class SystemPrompt(NamedTuple):
@@ -109,17 +113,25 @@ class Session:
 
     def transcripts(self) -> dict[int, Content]:
         """Identity of prompt and answer of each turn, by position, that a later turn goes on from: the
-        recorded prompt of that one begins with this prompt and has room for the answer behind it."""
+        recorded prompt of that one begins with this prompt and has room for the answer behind it.
+
+        A turn from which several go on that tell different answers (a sub-agent that copied what was
+        said so far) has none.
+        """
         found: dict[int, Content] = {}
+        doubtful: set[int] = set()
         for turn in self.turns:
-            if turn.after and turn.after[0] not in found:
-                transcript = _transcript(self.turns[turn.after[0]], turn.request)
-                if transcript is not None:
-                    found[turn.after[0]] = transcript
-        return found
+            if turn.after and turn.holds_answer:
+                source = turn.after[0]
+                transcript = _transcript(self.turns[source], turn.request)
+                if transcript is not None and _differ(
+                    found.setdefault(source, transcript), transcript
+                ):
+                    doubtful.add(source)
+        return {index: content for index, content in found.items() if index not in doubtful}
 
     def known_answers(self) -> set[int]:
-        """Turns, by position, whose answer is taken to be in a later prompt, so that it can be hit."""
+        """Turns, by position, whose answer is in a later prompt, as far as one can tell."""
         kept = {
             turn.after[0]
             for turn in self.turns
@@ -131,7 +143,13 @@ class Session:
         return kept | self.transcripts().keys()
 
 
+_MOST_UNSEEN = 64
+"""Tokens of a prompt that the source may leave unnamed (an id of 64 tokens, rounded down), so that
+another prompt is still taken to begin with it."""
+
+
 def _transcript(turn: Turn, following: Request) -> Content | None:
+    """Prompt and answer of a turn as the prompt of a later one tells them, or ``None``."""
     before, after = turn.request.content, following.content
     num_tokens = turn.request.num_prompt_tokens + turn.output_tokens
     if (
@@ -142,23 +160,40 @@ def _transcript(turn: Turn, following: Request) -> Content | None:
         or num_tokens > following.num_prompt_tokens
     ):
         return None
-    num_known = min(num_tokens, after.num_tokens)
+    num_known, num_prompt = min(num_tokens, after.num_tokens), turn.request.num_prompt_tokens
+    if num_known <= num_prompt or num_prompt - before.num_tokens >= _MOST_UNSEEN:
+        return None
     if isinstance(before, TokenContent) and isinstance(after, TokenContent):
         if not np.array_equal(before.token_ids, after.token_ids[: before.num_tokens]):
             return None
         return TokenContent(after.token_ids[:num_known])
     if isinstance(before, HashedContent) and isinstance(after, HashedContent):
         size = before.hash_block_size
-        # An id of less than a block is another one once the answer has filled its block.
-        whole = before.num_tokens // size
+        # An id of less than a block is another one once the answer has filled its block. If it stood
+        # for whole blocks of an engine, these would have two names.
+        whole, part = divmod(before.num_tokens, size)
         if (
             after.hash_block_size != size
+            or part >= DEFAULT_BLOCK_SIZE
             or not whole  # nothing shows that the one goes on from the other
             or not np.array_equal(before.hash_ids[:whole], after.hash_ids[:whole])
         ):
             return None
         return HashedContent(after.hash_ids[: -(-num_known // size)], size, num_known)
     return None
+
+
+def _differ(one: Content, other: Content) -> bool:
+    """Whether two transcripts of a turn tell different answers, as far as whole ids go."""
+    if isinstance(one, TokenContent) and isinstance(other, TokenContent):
+        ids, more = one.token_ids, other.token_ids
+    else:
+        assert isinstance(one, HashedContent)
+        assert isinstance(other, HashedContent)
+        ids = one.hash_ids[: one.num_tokens // one.hash_block_size]
+        more = other.hash_ids[: other.num_tokens // other.hash_block_size]
+    both = min(len(ids), len(more))
+    return not np.array_equal(ids[:both], more[:both])
 
 
 class _Running:
@@ -199,6 +234,7 @@ class _Running:
         if turn.kept_tokens is not None:
             request = replace(request, content=TokenContent(self._prompt(index, turn)))
             if request.n == 1 and index in self._contexts:
+                # Also where the next prompt leaves the answer out: a server caches its blocks all the same.
                 transcript = TokenContent(self._contexts[index])
         return sent_at(Arrival(request, turn.output_tokens, transcript), time_ns)
 
@@ -381,8 +417,19 @@ class SessionTrace:
             )
         known = sum(len(session.known_answers()) for session in self.sessions)
         return (
-            f"Answers that are taken to be in a later prompt, which begins with theirs and has room for "
-            f"them: {known} of {self.num_requests}; it hits what is cached of them."
+            f"Answers of {known} of {self.num_requests} turns stand in a later prompt, as far as one can "
+            "tell, and their cached blocks are hit there; of reasoning that was left out of it the file "
+            "tells nothing."
+        )
+
+    def starting_by(self, arrivals: str) -> SessionTrace:
+        """The same with sessions that start by an arrival process. Raises `TraceError`."""
+        times = ArrivalProcess.parse(arrivals).times_ns()
+        starts = zip(self.sessions, times, strict=False)
+        return replace(
+            self,
+            sessions=tuple(replace(session, start_ns=time_ns) for session, time_ns in starts),
+            notes=[*self.notes, f"Sessions start by --arrivals {arrivals}."],
         )
 
     def workload(
@@ -404,17 +451,21 @@ class SessionTrace:
         return SessionWorkload(self.sessions, starts_ns, users=users)
 
 
-def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
+def closed_loop(trace: Trace, answer_tokens_per_s: float | None) -> SessionTrace:
     """An ordinary trace's sessions in closed loop.
 
     Rows of one ``session_id`` become its turns by arrival, rows without one a session each. The rows
     do not say when answers ended, so that takes an assumed answer speed: think time is what is left
-    of the time between two rows.
+    of the time between two rows. ``None``: the rows' times mean nothing; no session has a start, and
+    nobody thinks.
 
     Raises ``ValueError`` where the speed is not above 0, `TraceError` where no row has a session.
     """
-    if not 0 < answer_tokens_per_s < math.inf:
+    from traces.formats import all_formats  # one of which imports this
+
+    if answer_tokens_per_s is not None and not 0 < answer_tokens_per_s < math.inf:
         raise ValueError(f"answer speed is {answer_tokens_per_s} tokens/s, expected above 0")
+    keeps_answers = all(f.keeps_answers for f in all_formats() if f.name == trace.format)
     if all(arrival.request.session_id is None for arrival in trace.arrivals):
         raise TraceError(
             f"trace {trace.path}: no row has a session, so nothing can wait for answers"
@@ -430,7 +481,7 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
         turns: list[Turn] = []
         for before, arrival in zip([None, *arrivals], arrivals, strict=False):
             think_ns = 0
-            if before is not None:
+            if before is not None and answer_tokens_per_s is not None:
                 gap_ns = arrival.request.arrival_ns - before.request.arrival_ns
                 think_ns = gap_ns - round(before.output_tokens * _NS / answer_tokens_per_s)
                 num_early += think_ns < 0
@@ -440,15 +491,23 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
                     output_tokens=arrival.output_tokens,
                     after=(len(turns) - 1,) if turns else (),
                     think_ns=max(0, think_ns),
+                    # What was sent before the answer was there cannot hold it.
+                    holds_answer=keeps_answers and think_ns >= 0,
                 )
             )
-        start_ns = arrivals[0].request.arrival_ns
+        start_ns = None if answer_tokens_per_s is None else arrivals[0].request.arrival_ns
         sessions.append(Session(id=name, turns=tuple(turns), start_ns=start_ns))
     notes = [
         *trace.notes,
-        f"Closed loop: answers are taken to have come at {answer_tokens_per_s:g} tokens/s, which "
+        "Closed loop: the rows have no times, so the next turn is sent at once when an answer has ended."
+        if answer_tokens_per_s is None
+        else f"Closed loop: answers are taken to have come at {answer_tokens_per_s:g} tokens/s, which "
         "decides the think times.",
     ]
+    if not keeps_answers:
+        notes.append(
+            f"Later prompts of {trace.format} leave reasoning out, so no answer is taken to be in them."
+        )
     if num_early:
         notes.append(
             f"Turns that were sent before that answer's end, and follow at once now: {num_early} of "
@@ -463,6 +522,6 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float) -> SessionTrace:
         skipped=trace.skipped,
         notes=notes,
     )
-    if closed.has_identity:  # of none at all the trace's own notes speak
-        notes.append(closed.about_identity())
-    return closed
+    if not closed.has_identity:  # of none at all the trace's own notes speak
+        return closed
+    return replace(closed, notes=[*notes, closed.about_identity()])

@@ -19,7 +19,7 @@ import numpy as np
 from scheduler.request import Request
 from traces.arrivals import EXAMPLE, ArrivalProcess
 from traces.files import TraceFiles, naming
-from traces.formats.base import BadRow, Row, TraceError, TraceFormat
+from traces.formats.base import BadRow, NoArrivalsError, Row, TraceError, TraceFormat
 from traces.tokenizer import TextTokenizer
 from traces.workload import Arrival
 
@@ -373,7 +373,7 @@ class _Checks(ABC):
         if row.arrival_ns is not None or self._times is not None:
             return None
         if not self._num_taken:
-            raise TraceError(
+            raise NoArrivalsError(
                 f"{_NO_ARRIVAL} at {_place(row, self.word)}: name a process that makes them, as in "
                 f"{EXAMPLE}"
             )

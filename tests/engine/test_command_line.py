@@ -115,6 +115,29 @@ def test_replay_of_users_and_of_sessions(tmp_path: Path, tiny: list[str]) -> Non
     assert summary["makespan_s"] > 2  # two tools of a second each
 
 
+def test_replay_in_closed_loop_hits_what_the_simulator_hits(
+    tmp_path: Path, tiny: list[str]
+) -> None:
+    """Three turns, whose prompts hold the answers before them."""
+    ids = list(range(1, 40))
+    rows = [
+        row(t, 16 + 32 * t, 17, session_id="s", hash_block_size=16, hash_ids=ids[: 1 + 2 * t])
+        for t in range(3)
+    ]
+    path = write_trace(tmp_path / "chat.jsonl", rows)
+    flags = ("--trace", path, "--closed-loop", 100, "--json")
+    simulated = command(*flags, "--block-size", 16)
+    served = ran("replay", *flags, "--pace", "busy", *tiny, "--block-size", 16)
+    for done in (simulated, served):
+        # Of 48 and 80 tokens all but the 16 new ones, half of them of the answer.
+        assert done.summary["kv"]["prefix_hit_rate"] == pytest.approx((32 + 64) / (16 + 48 + 80))
+        settings = done.document["settings"]
+        assert "in closed loop" in settings["load"]
+        assert any("2 of 3 turns" in note for note in settings["trace_notes"])
+    refused = ran("replay", *flags, "--requests", 2, *tiny)
+    is_refused(refused, "--requests has no effect with --closed-loop")
+
+
 def test_replay_in_real_time_waits_for_arrivals(tmp_path: Path, tiny: list[str]) -> None:
     trace = write_trace(tmp_path / "t.jsonl", [row(0, 5, 2), row(0.3, 5, 2)])
     done = ran("replay", "--trace", trace, "--json", *tiny)

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from blockmanager.content import TokenContent
 from gpu_backend import memory
 from gpu_backend.detokenize import Detokenizer
 from gpu_backend.engine import Engine, RequestError
@@ -25,6 +26,7 @@ from gpu_backend.outputs import RequestOutput
 from gpu_backend.sampler import Sampler
 from gpu_backend.sampling import SamplingParams
 from scheduler.plan import StepPlan
+from scheduler.request import Request
 from simulator.settings import Options, resolve
 from tests.engine.helpers import (
     EOS,
@@ -419,6 +421,57 @@ def test_a_request_that_cannot_be_served_is_refused_alone(
     driven = Driven(engine).drain()
     assert list(driven.results) == ["a"]
     assert_same(driven.results["a"], alone(A, GREEDY))
+
+
+def known(request_id: str, prompt: list[int], answer: list[int], **fields: Any) -> dict[str, Any]:
+    """Arguments of a request whose answer is known."""
+    return {
+        "request": Request(id=request_id, num_prompt_tokens=len(prompt), **fields),
+        "prompt_ids": prompt,
+        "params": GREEDY,
+        "answer_ids": answer,
+        "transcript": TokenContent.of(prompt + answer),
+    }
+
+
+def test_a_known_answer_is_given_and_found_again() -> None:
+    """The next turn, whose first blocks hold the answer, says what it says without them."""
+    answer = [3, 1, 4, 1, 5, 9, 2, 6]
+    engine = make_engine(tell_tokens=False)
+    engine.add_request(**known("a", A, answer))
+    engine.add(A, GREEDY, "beside it")  # not under its influence
+    driven = Driven(engine).drain()
+    (output,) = driven.results["a"].outputs
+    assert (output.token_ids, output.finish_reason) == (answer, "stop")
+    assert_same(driven.results["beside it"], alone(A, GREEDY))
+    following = [*A, *answer, 7]
+    engine.add(following, GREEDY, "b")
+    driven.drain()
+    # All of it is computed but the last token of the answer.
+    assert driven.results["b"].num_cached_tokens == (len(A) + 7) // 4 * 4 > len(A)
+    assert_same(driven.results["b"], alone(following, GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"answer_ids": None}, "a transcript needs answer_ids as well"),
+        ({"answer_ids": []}, "its answer has no tokens, must have some"),
+        ({"answer_ids": [-1]}, "token 0 of its answer is -1"),
+        ({"forced_tokens": 3}, "forced_tokens is 3, its answer has 2"),
+        ({"params": params(logprobs=1)}, "answer_ids need one output, no beam search and no"),
+        ({"params": params(beam_width=2)}, "answer_ids need one output, no beam search and no"),
+        (
+            {"request": Request(id="a", num_prompt_tokens=len(A), n=2)},
+            "answer_ids need one output, no beam search and no logprobs",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_given_is_refused(changes: dict[str, Any], why: str) -> None:
+    engine = make_engine()
+    with pytest.raises(RequestError, match=f"^request a: {re.escape(why)}"):
+        engine.add_request(**known("a", A, [1, 2]) | changes)
+    assert not engine.num_unfinished
 
 
 def test_what_an_engine_cannot_do_is_refused() -> None:

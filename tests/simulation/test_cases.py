@@ -521,12 +521,24 @@ def test_si_09_flag_tokenizer(tmp_path: Path, word_tokenizer: Path) -> None:
     ran = command("--trace", path, *process, "--tokenizer", word_tokenizer, "--json")
     assert ran.summary["requests"]["completed"] == 1
     assert any("chat template" in note for note in ran.document["settings"]["trace_notes"])
+    is_refused(command("--trace", path, "--tokenizer", word_tokenizer, "--closed-loop"), "no start")
+    is_refused(
+        command("--trace", path, "--tokenizer", word_tokenizer, "--closed-loop", 5), "no times"
+    )
+    for how in (("--users", 1), process):
+        flags = ("--tokenizer", word_tokenizer, "--closed-loop", *how)
+        looped = command("--trace", path, *flags, "--json")
+        assert "in closed loop" in looped.document["settings"]["load"]
     calls = [{"input_toks": 5, "output_toks": 2}]
     agents = write_trace(
         tmp_path / "agents.jsonl",
         [{"session_id": "a", "arrival_time_ns": 0, "sub_requests": calls}],
     )
     is_refused(command("--trace", agents, "--tokenizer", word_tokenizer), "--tokenizer", "sessions")
+    for speed in ((), (0,)):
+        is_refused(
+            command("--trace", agents, "--closed-loop", *speed), "--closed-loop has no effect"
+        )
 
 
 def test_si_09_flag_spread(tmp_path: Path) -> None:
@@ -597,17 +609,25 @@ def test_si_09_flag_closed_loop(tmp_path: Path) -> None:
     # 65 tokens at 10 a second leave 13.5 s to think, three times.
     assert 3 * 13.5 < ran.summary["makespan_s"] < 3 * 13.5 + 20
     said = " ".join(command("--trace", path, "--closed-loop", 10).out.split())
-    assert (
-        "taken to be in a later prompt, which begins with theirs and has room for them: 3 of 4"
-        in said
-    )
+    assert "Answers of 3 of 4 turns stand in a later prompt" in said
     # Of 160, 256 and 352 prompt tokens all but the 32 new ones: 64 + 96 turn of prompt, 64 of answer.
     prompts = 64 + 160 + 256 + 352
     assert ran.summary["kv"]["prefix_hit_rate"] == pytest.approx((128 + 224 + 320) / prompts)
     alone = command("--trace", path, "--json")
     assert alone.summary["kv"]["prefix_hit_rate"] == pytest.approx((64 + 160 + 256) / prompts)
-    is_refused(command("--trace", path, "--closed-loop", 0), "answer speed is 0")
-    is_refused(command("--trace", path, "--closed-loop", 9, "--warm-start", 2), "--warm-start")
+    for speed in (0, -1, "inf"):
+        is_refused(command("--trace", path, "--closed-loop", speed), "--closed-loop is", "above 0")
+    is_refused(command("--trace", path, "--closed-loop"), "needs the speed")
+    for flag in ("--warm-start", "--max-tokens", "--deadline"):
+        said = command("--trace", path, "--closed-loop", 9, flag, 2)
+        is_refused(said, f"{flag} has no effect with --closed-loop")
+    # An arrival process says when sessions start, and leaves the time between turns as it was.
+    started = command(
+        "--trace", path, "--closed-loop", 10, "--arrivals", "constant:rate=1", "--json"
+    )
+    assert started.summary["makespan_s"] == ran.summary["makespan_s"]
+    both = command("--trace", path, "--closed-loop", 9, "--arrivals", "all-at-once", "--users", 2)
+    is_refused(both, "--users and --arrivals")
     unknown = write_trace(tmp_path / "t.jsonl", [row(0, 5, 2)])
     is_refused(command("--trace", unknown, "--closed-loop", 9), "no row has a session")
 

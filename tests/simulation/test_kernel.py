@@ -128,6 +128,7 @@ def test_everybody_refused_leaves_only_their_rows() -> None:
         ("several outputs", {"request": {"n": 2}}),
         ("deadline", {"request": {"deadline_ns": 10**9}}),
         ("known content", {"request": {"content": TokenContent.of([1, 2, 3])}}),
+        ("known content", {"transcript": TokenContent.of(range(8))}),
         ("stopped", {"until_ns": 10**9}),
         ("tables", {"cost": NoCacheCost(physical("llama-3.1-8b"))}),
     ],
@@ -136,7 +137,8 @@ def test_what_it_cannot_do_is_left_to_the_simple_loop(why: str, changes: dict[st
     policy = load_policy(changes.get("policy", "fcfs"))
     config = SchedulerConfig(**changes.get("config", {}))
     scheduler = Scheduler(config, BlockManager(10, 4, num_swap_blocks=4), policy)
-    arrivals = [arrival("a", 0, 5, 3, **changes.get("request", {}))]
+    plain = arrival("a", 0, 5, 3, **changes.get("request", {}))
+    arrivals = [plain._replace(transcript=changes.get("transcript"))]
     reason = why_not(
         scheduler, changes.get("cost", COSTS["constant"]), arrivals, changes.get("until_ns")
     )

@@ -286,8 +286,8 @@ def test_an_infinite_cache_hits_what_is_ideal_when_turns_follow_each_other() -> 
             id=str(k),
             system=SystemPrompt(k % 2, 64),
             turns=(
-                turn(f"{k}/0", 100, 8, kept_tokens=64),
-                turn(f"{k}/1", 150, 8, after=(0,), kept_tokens=108),
+                turn(f"{k}/0", 100, 40, kept_tokens=64),
+                turn(f"{k}/1", 180, 8, after=(0,), kept_tokens=139),
                 turn(f"{k}/2", 130, 8, after=(1,), kept_tokens=77),
             ),
         )
@@ -309,7 +309,10 @@ def test_an_infinite_cache_hits_what_is_ideal_when_turns_follow_each_other() -> 
     run = serve(Watched(sessions, users=1))
     ideal = ideal_prefix_hits(sent, 16)
     assert ideal is not None
-    assert sum(run.requests["cached_tokens"]) == ideal.hit_tokens > 0
+    assert sum(run.requests["cached_tokens"]) == ideal.hit_tokens
+    prompts_only = ideal_prefix_hits([arrival._replace(transcript=None) for arrival in sent], 16)
+    assert prompts_only is not None
+    assert ideal.hit_tokens == prompts_only.hit_tokens + 4 * 32  # 96 of 100 against 128 of 139
 
 
 def test_a_ramp_is_an_open_load() -> None:

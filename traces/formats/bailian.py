@@ -40,6 +40,7 @@ class Bailian(JsonLinesFormat):
         "hash_ids, 16 tokens an id, rounded up or down; the last one may differ by padding"
     )
     licence = "Apache-2.0 (the repository of the public files)"
+    keeps_answers = False
     required = frozenset({"timestamp", "input_length", "output_length"})
     optional = frozenset({"hash_ids", "chat_id", "parent_chat_id", "turn", "type"})
     signature = required | {"hash_ids", "chat_id"}

@@ -42,6 +42,10 @@ class TraceError(ValueError):
     """A trace that cannot be used; the message is one line and names the file."""
 
 
+class NoArrivalsError(TraceError):
+    """Rows do not say when they came, and no process does."""
+
+
 class RowError(ValueError):
     """One row that cannot be used: a reason shared by many rows, and this row's detail."""
 
@@ -309,6 +313,8 @@ class TraceFormat(ABC):
     """What the format tells about equal prefixes, in words."""
     licence: ClassVar[str]
     """Under what terms public data of this format comes, in words."""
+    keeps_answers: ClassVar[bool] = True
+    """Whether the next prompt of a session holds an answer as it was given, reasoning and all."""
 
     @abstractmethod
     def match(self, head: Head) -> int:

@@ -250,6 +250,7 @@ class _Reader:
                 output_tokens=call.output_tokens,
                 after=(*chain.after, *(child.turn for child in chain.children)),
                 think_ns=chain.delay_ns + max(0, wait_ns),
+                holds_answer=wait_ns >= 0,
             )
         )
         self._lines.append(self._found.num_rows)
