@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from traces.session_files import is_session_trace, read_sessions
 from traces.sessions import SessionTrace, closed_loop
 from traces.shape import shaped_trace
 from traces.tokenizer import TextTokenizer
-from traces.trace import Trace, TraceStream, read_trace, stream_trace
+from traces.trace import MADE_ARRIVALS, Trace, TraceStream, read_trace, stream_trace
 
 AnyTrace = Trace | TraceStream | SessionTrace
 
@@ -126,7 +127,9 @@ def _rows_in_closed_loop(
         if speed is not None or args.spread:
             flag = "--spread" if args.spread else "the speed of --closed-loop"
             raise ValueError(f"{flag} has no effect: the rows of {path} have no times") from None
-        return closed_loop(read("all-at-once"), None)
+        trace = read("all-at-once")
+        notes = [note for note in trace.notes if not note.startswith(MADE_ARRIVALS)]
+        return closed_loop(replace(trace, notes=notes), None)
     if speed is None:
         raise ValueError(
             f"the rows of {path} have times: --closed-loop needs the speed, in tokens/s, at which "

@@ -24,6 +24,8 @@ from traces.tokenizer import TextTokenizer
 from traces.workload import Arrival
 
 _NO_ARRIVAL = "no arrival time"
+MADE_ARRIVALS = "Arrival times are made"
+"""Begins the note on arrivals by a process."""
 _EPOCH_NS = 10**17
 """A relative clock that starts later than this (3 years) is taken for a Unix clock."""
 
@@ -522,7 +524,7 @@ class _Notes:
             )
         if self._process is not None:
             notes.append(
-                f"Arrival times are made, in the order of the file: {self._process}"
+                f"{MADE_ARRIVALS}, in the order of the file: {self._process}"
                 + (
                     f"; those of {rows_text(checks.num_replaced)} are not used."
                     if checks.num_replaced

@@ -528,7 +528,9 @@ def test_si_09_flag_tokenizer(tmp_path: Path, word_tokenizer: Path) -> None:
     for how in (("--users", 1), process):
         flags = ("--tokenizer", word_tokenizer, "--closed-loop", *how)
         looped = command("--trace", path, *flags, "--json")
-        assert "in closed loop" in looped.document["settings"]["load"]
+        settings = looped.document["settings"]
+        assert "in closed loop" in settings["load"]
+        assert not any("Arrival times are made" in note for note in settings["trace_notes"])
     calls = [{"input_toks": 5, "output_toks": 2}]
     agents = write_trace(
         tmp_path / "agents.jsonl",
