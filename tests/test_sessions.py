@@ -34,8 +34,8 @@ from traces.sessions import (
     SessionWorkload,
     SystemPrompt,
     Turn,
-    closed_loop,
 )
+from traces.turns import closed_loop
 from traces.workload import Arrival, Workload
 
 NS = 1_000_000_000

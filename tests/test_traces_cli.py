@@ -21,10 +21,11 @@ from pyarrow import parquet
 from simulator.__main__ import main as simulate
 from traces import TraceError, read_trace
 from traces.__main__ import main
-from traces.formats import all_formats
+from traces.formats import SESSION_FORMATS, all_formats
 from traces.formats.base import TraceFormat
+from traces.formats.session_base import SessionFormat
 from traces.presets import PRESETS
-from traces.session_files import SessionFormat, read_sessions, session_formats
+from traces.session_files import read_sessions
 from traces.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -262,9 +263,7 @@ def example(name: str) -> str:
     return match[1]
 
 
-@pytest.mark.parametrize(
-    "known", [*all_formats(), *session_formats()], ids=lambda known: known.name
-)
+@pytest.mark.parametrize("known", [*all_formats(), *SESSION_FORMATS], ids=lambda known: known.name)
 def test_documented_example_is_read(
     known: TraceFormat | SessionFormat, tmp_path: Path, word_tokenizer: Path
 ) -> None:

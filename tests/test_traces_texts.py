@@ -19,8 +19,8 @@ from traces import Trace, TraceError, read_trace, stream_trace
 from traces.__main__ import main
 from traces.formats.base import BadRow, Row
 from traces.formats.texts import ShareGpt
-from traces.sessions import closed_loop
 from traces.tokenizer import TextTokenizer
+from traces.turns import closed_loop
 
 CHAT = {
     "id": "c1",
@@ -127,6 +127,13 @@ def test_the_answers_of_a_conversation_are_hit_in_closed_loop(
     summary = run(resolve(Options(kv_gb="1")), trace).record.summary
     # Of the first turn's 40 + 25 tokens all but the last are computed: four blocks of the next prompt.
     assert summary["kv"]["prefix_hit_rate"] == pytest.approx(64 / (40 + 81))
+
+
+def test_a_file_of_blank_lines_holds_no_rows(tmp_path: Path, words: TextTokenizer) -> None:
+    path = tmp_path / "t"
+    path.write_text("\n \n")
+    with pytest.raises(TraceError, match="no row can be used: it holds no rows"):
+        read(path, words, format="sharegpt")
 
 
 def test_a_tokenizer_has_to_be_named(tmp_path: Path, words: TextTokenizer) -> None:

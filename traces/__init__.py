@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from traces.formats.base import TraceError
+from traces.skipped import Skipped
 from traces.trace import (
     NotStreamableError,
-    Skipped,
     Trace,
     TraceStream,
     iter_rows,

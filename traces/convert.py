@@ -21,7 +21,8 @@ from traces.formats import by_name
 from traces.formats.base import TraceError
 from traces.formats.mooncake import HASH_BLOCK_SIZE
 from traces.formats.native_csv import COLUMNS
-from traces.trace import Trace, rows_text
+from traces.skipped import rows_text
+from traces.trace import Trace
 from traces.workload import Arrival
 
 _NS, _MS = 1_000_000_000, 1_000_000

@@ -15,10 +15,11 @@ from typing import Any
 
 from traces.formats.base import NoArrivalsError
 from traces.session_files import is_session_trace, read_sessions
-from traces.sessions import SessionTrace, closed_loop
+from traces.sessions import SessionTrace
 from traces.shape import shaped_trace
 from traces.tokenizer import TextTokenizer
 from traces.trace import MADE_ARRIVALS, Trace, TraceStream, read_trace, stream_trace
+from traces.turns import closed_loop
 
 AnyTrace = Trace | TraceStream | SessionTrace
 

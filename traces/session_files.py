@@ -1,4 +1,4 @@
-"""Files of sessions: the formats' protocol, which of them a file is, and how all of them are read."""
+"""Files of sessions: which format a file has, and how all of them are read."""
 
 from __future__ import annotations
 
@@ -6,109 +6,27 @@ import gzip
 import hashlib
 import tarfile
 import zlib
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, ClassVar, Literal, NamedTuple
+from typing import BinaryIO
 
-from traces.formats.base import BadRow, Head, RowError, TraceError, text_lines
+from traces.formats import SESSION_FORMATS
+from traces.formats.base import BadRow, Head, TraceError, text_lines
+from traces.formats.session_base import Document, Gathered, SessionFormat
 from traces.sessions import Session, SessionTrace
-
-if TYPE_CHECKING:
-    from traces.trace import Skipped
+from traces.skipped import Skipped
 
 _HEAD_LINES = 20
 _HEAD_BYTES = 1 << 24
-
-
-class Document(NamedTuple):
-    """A file of a trace, unpacked."""
-
-    name: str
-    source: BinaryIO
-
-
-class Gathered:
-    """What a reader has found so far."""
-
-    def __init__(self, strict: bool, counted_as: str = "line") -> None:
-        self._strict = strict
-        self._counted_as = counted_as
-        self.num_rows = 0
-        self.sessions: dict[str, Session] = {}
-        self._request_ids: set[str] = set()
-        self.bad: list[BadRow] = []
-        self.noted: Counter[str] = Counter()
-        """Sentences, and how often each holds."""
-
-    def skip(self, line: int, error: RowError, where: str = "") -> None:
-        """A row that cannot be used. Raises `TraceError` under ``strict``."""
-        detail = ": ".join(filter(None, (where, error.detail)))
-        if self._strict:
-            raise TraceError(
-                f"{self._counted_as} {line}: {error.reason}" + (f" ({detail})" if detail else "")
-            )
-        self.bad.append(BadRow(line, error.reason, detail))
-
-    def add(self, session: Session, lines: Sequence[int], where: str = "") -> None:
-        """A session, and the lines of its turns; of two with the same id the first is kept."""
-        ids = {turn.request.id for turn in session.turns}
-        if session.id in self.sessions or len(ids) < len(lines) or ids & self._request_ids:
-            for line in lines:
-                self.skip(line, RowError("duplicate session id", repr(session.id)), where)
-            return
-        self.sessions[session.id] = session
-        self._request_ids |= ids
-
-
-class SessionFormat(ABC):
-    """A format whose rows form sessions. A reader keeps no state between calls."""
-
-    name: ClassVar[str]
-    """What ``--format`` calls it."""
-    recognised_by: ClassVar[str]
-    """The content it looks for, in words."""
-    units: ClassVar[str]
-    clock: ClassVar[Literal["relative", "absolute", "none"]]
-    """What starts of sessions count from: the trace's start, a date (the earliest becomes 0), or
-    nothing (they have to be given)."""
-    prefix_identity: ClassVar[str]
-    """What the format tells about equal prefixes, in words."""
-    licence: ClassVar[str]
-    """Under what terms public data of this format comes, in words."""
-    counted_as: ClassVar[str] = "line"
-    """What the line of a skipped row counts, from 1."""
-
-    @abstractmethod
-    def match(self, head: Head) -> int:
-        """How many names of the format the head shows; 0 where it is another format."""
-
-    @abstractmethod
-    def read(self, documents: Iterator[Document], found: Gathered) -> None:
-        """Add every session, and count and skip every row, good or bad.
-
-        Raises `TraceError` (without the file's name) where no row at all can be read.
-        """
-
-
-def session_formats() -> tuple[SessionFormat, ...]:
-    """The formats known here."""
-    # Imported here: the readers are made of what stands above.
-    from traces.formats.llmservingsim import LLMServingSimSessions
-    from traces.formats.tracelab import TraceLab, TraceLabReplay
-    from traces.formats.weka import Weka
-
-    return (Weka(), TraceLab(), TraceLabReplay(), LLMServingSimSessions())
 
 
 def is_session_trace(path: Path) -> bool:
     """Whether `read_sessions` would know the content. Raises `TraceError` where it cannot be read."""
     with _one_line(path):
         head = _head(path)
-        return any(known.match(head) for known in session_formats())
+        return any(known.match(head) for known in SESSION_FORMATS)
 
 
 def read_sessions(
@@ -133,7 +51,7 @@ def read_sessions(
         also for the first bad row.
     """
     with _one_line(path):
-        known = session_formats()
+        known = SESSION_FORMATS
         if format is None:
             head = _head(path)
             score, reader = max(((k.match(head), k) for k in known), key=lambda pair: pair[0])
@@ -199,8 +117,6 @@ def _sentences(trace: SessionTrace, found: Gathered, reader: SessionFormat) -> l
 
 
 def _by_reason(bad: Iterable[BadRow], counted_as: str) -> list[Skipped]:
-    from traces.trace import Skipped  # which imports the formats, one of which imports this
-
     groups: dict[str, Skipped] = {}
     for row in bad:
         group = groups.setdefault(row.reason, Skipped(row.reason, [], row.detail, counted_as))

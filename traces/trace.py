@@ -10,7 +10,7 @@ import stat
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from scheduler.request import Request
 from traces.arrivals import EXAMPLE, ArrivalProcess
 from traces.files import TraceFiles, naming
 from traces.formats.base import BadRow, NoArrivalsError, Row, TraceError, TraceFormat
+from traces.skipped import Skipped, lines_text, rows_text
 from traces.tokenizer import TextTokenizer
 from traces.workload import Arrival
 
@@ -31,30 +32,6 @@ _EPOCH_NS = 10**17
 
 Progress = Callable[[int, int], None]
 """Called now and then with the bytes read and the bytes of the file."""
-
-
-@dataclass(slots=True)
-class Skipped:
-    """Rows left out for one reason."""
-
-    reason: str
-    lines: list[int]
-    example: str
-    """Detail of the first of them."""
-    counted_as: str = "line"
-    """What ``lines`` count, see ``TraceFormat.counted_as``."""
-
-    @property
-    def count(self) -> int:
-        return len(self.lines)
-
-    @property
-    def where(self) -> str:
-        return lines_text(self.lines, word=self.counted_as)
-
-    def __str__(self) -> str:
-        detail = f" ({self.example})" if self.example else ""
-        return f"{self.reason}{detail}: {rows_text(self.count)}, {self.where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +138,6 @@ class TraceStream:
     def read(self) -> Trace:
         """The whole of it, sorted."""
         return read_trace(self.path, self.format, self.strict, arrivals=self._arrivals)
-
-
-def rows_text(count: int) -> str:
-    return f"{count} row" if count == 1 else f"{count} rows"
-
-
-def lines_text(lines: Sequence[int], most: int = 5, word: str = "line") -> str:
-    """``line 3`` or ``lines 3, 5, 8, ...``."""
-    text = ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")
-    return f"{word}{'s' if len(lines) > 1 else ''} {text}"
 
 
 def _place(row: Row | BadRow, word: str) -> str:

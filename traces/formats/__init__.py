@@ -20,7 +20,7 @@ from traces.formats.burstgpt import BurstGpt
 from traces.formats.dynamo import Dynamo
 from traces.formats.gateways import Helicone, Langfuse, LiteLlm
 from traces.formats.lengths import LlamaCpp, Llmperf, OpenAiBatch, SglangBench
-from traces.formats.llmservingsim import LLMServingSim
+from traces.formats.llmservingsim import LLMServingSim, LLMServingSimSessions
 from traces.formats.mooncake import Mooncake
 from traces.formats.native import Native
 from traces.formats.native_csv import NativeCsv
@@ -36,8 +36,11 @@ from traces.formats.refused import (
 )
 from traces.formats.results import AiPerf, GuideLlm, InferencePerf, VllmBench
 from traces.formats.sagemaker import SageMaker
+from traces.formats.session_base import SessionFormat
 from traces.formats.simulators import SplitwiseSim, Vidur
 from traces.formats.texts import ShareGpt
+from traces.formats.tracelab import TraceLab, TraceLabReplay
+from traces.formats.weka import Weka
 
 FORMATS: tuple[TraceFormat, ...] = (
     Native(),
@@ -75,6 +78,13 @@ FORMATS: tuple[TraceFormat, ...] = (
     Prometheus(),
     VllmLog(),
     AccessLog(),
+)
+
+SESSION_FORMATS: tuple[SessionFormat, ...] = (
+    Weka(),
+    TraceLab(),
+    TraceLabReplay(),
+    LLMServingSimSessions(),
 )
 
 PLUGINS = "kvplan.trace_formats"

@@ -7,7 +7,7 @@ so it says nothing of when a request arrives.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from traces.formats.base import (
     Row,
     RowError,
     TextFormat,
+    Tokenizer,
     int64_list,
     json_object,
     label,
@@ -31,9 +32,6 @@ from traces.formats.base import (
 )
 from traces.formats.mooncake import HASH_BLOCK_SIZE
 from traces.formats.native import hashed
-
-if TYPE_CHECKING:
-    from traces.tokenizer import TextTokenizer
 
 _CHATS = frozenset({"messages", "payload"})
 _MODALITIES = frozenset(
@@ -94,7 +92,7 @@ def _counted(given: dict[str, Any]) -> tuple[int, Content | None]:
     return prompt_tokens, hashed(hash_ids, HASH_BLOCK_SIZE, prompt_tokens, may_round_down=False)
 
 
-def _text(tokenizer: TextTokenizer, texts: dict[str, Any]) -> tuple[int, Content]:
+def _text(tokenizer: Tokenizer, texts: dict[str, Any]) -> tuple[int, Content]:
     """Tokens of texts, one behind the other, by the names of their fields."""
     ids = np.concatenate([tokenizer.ids(text, name) for name, text in texts.items()])
     return tokens(len(ids), "tokens of the prompt"), TokenContent(ids)

@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from blockmanager.content import NO_EXTRA_KEYS, Content, ExtraKeys
-
-if TYPE_CHECKING:
-    from traces.tokenizer import TextTokenizer
 
 INT64_MAX = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -293,6 +293,17 @@ class Head:
         return bool(self._lines) and self._lines[0].startswith(magic)
 
 
+class Tokenizer(Protocol):
+    """Counts tokens of texts; see `traces.tokenizer.TextTokenizer`."""
+
+    @property
+    def about(self) -> str:
+        """A sentence for the report."""
+
+    def ids(self, text: object, name: str) -> npt.NDArray[np.int64]:
+        """Token ids, ``[num_tokens]``, of the text of a field. Raises `RowError`."""
+
+
 class TraceFormat(ABC):
     """One format. A reader keeps no state between calls."""
 
@@ -327,7 +338,7 @@ class TraceFormat(ABC):
         Raises `TraceError` (without the file's name) where no row at all can be read.
         """
 
-    def counting(self, tokenizer: TextTokenizer) -> TraceFormat:
+    def counting(self, tokenizer: Tokenizer) -> TraceFormat:
         """The reader that counts texts with this. Raises `TraceError` where the format has no texts."""
         raise TraceError(f"--tokenizer has no effect: {self.name} has counts, not texts")
 
@@ -335,12 +346,12 @@ class TraceFormat(ABC):
 class TextFormat(TraceFormat):
     """A format that holds texts, all of whose rows, or some, need a tokenizer."""
 
-    def __init__(self, tokenizer: TextTokenizer | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
         if tokenizer is not None:
             self.assumes = tokenizer.about
 
-    def counting(self, tokenizer: TextTokenizer) -> Self:
+    def counting(self, tokenizer: Tokenizer) -> Self:
         return type(self)(tokenizer)
 
 

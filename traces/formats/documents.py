@@ -212,7 +212,9 @@ class RecordsFormat(TraceFormat):
 def json_documents(lines: Lines) -> Iterator[tuple[int, object]]:
     """A document a line, or one document over all lines; raises `TraceError` for a broken one."""
     lines = iter(lines)
-    number, line = next(lines)
+    number, line = next(lines, (0, b""))
+    if not number:
+        return
     alone: object
     try:
         alone = json_object(line)

@@ -25,7 +25,7 @@ from traces.formats.base import (
     time_ns,
     tokens,
 )
-from traces.session_files import Document, Gathered, SessionFormat
+from traces.formats.session_base import Document, Gathered, SessionFormat
 from traces.sessions import Session, Turn
 
 _NANOSECONDS = 0

@@ -27,7 +27,7 @@ from traces.formats.base import (
     tokens,
     whole,
 )
-from traces.session_files import Document, Gathered, SessionFormat
+from traces.formats.session_base import Document, Gathered, SessionFormat
 from traces.sessions import Session, Turn
 
 _ROUND = frozenset(

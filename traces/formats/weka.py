@@ -38,7 +38,7 @@ from traces.formats.base import (
     whole,
 )
 from traces.formats.native import hashed
-from traces.session_files import Document, Gathered, SessionFormat
+from traces.formats.session_base import Document, Gathered, SessionFormat
 from traces.sessions import Session, Turn
 
 _MOST_NESTED = 8
