@@ -223,6 +223,11 @@ def _replay(args: argparse.Namespace) -> int:
             f"replayed in {done.seconds:.1f} s ({args.pace} pace), {done.record.settings['load']}; greedy, "
             "with the trace's output lengths and what it tells of the answers"
         )
+        settings = done.record.settings
+        for skipped in settings["trace_rows_skipped"]:
+            print(f"skipped: {skipped['reason']}: {skipped['rows']:,} rows")
+        for note in settings["trace_notes"]:
+            print(f"note: {note}")
         if origin:
             print(origin)
         if args.out is not None:

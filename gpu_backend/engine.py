@@ -260,6 +260,8 @@ class Engine:
             sequences = self.scheduler.add(request, transcript)
         except RequestRefusedError as error:
             raise RequestError(f"request {request.id}: {error.reason}") from None
+        except ValueError as error:  # a transcript of less than the prompt
+            raise RequestError(str(error)) from None
         seed = params.seed
         if seed is None:
             seed = derive_seed(self._seed, self._num_added)

@@ -236,6 +236,11 @@ class _Driver:
 
     def _arrive(self, arrival: Arrival) -> None:
         request = arrival.request
+        if arrival.transcript is not None:
+            known = self._engine.scheduler.known_tokens(request, arrival.transcript)
+            if known is not arrival.transcript:
+                # Equal prompts have to stay equal: they are drawn from what names all of them alike.
+                arrival = arrival._replace(transcript=None)
         tokens = self._prompts(arrival, self._num_arrived)
         prompt, answer = np.split(tokens, [request.num_prompt_tokens])
         self._num_arrived += 1

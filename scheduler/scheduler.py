@@ -222,7 +222,7 @@ class Scheduler:
         """
         content = request.content
         if transcript is not None:
-            content = self._known_tokens(request, transcript)
+            content = self.known_tokens(request, transcript)
         reason = self.refusal(request)
         if reason is not None:
             raise RequestRefusedError(request.id, reason)
@@ -250,7 +250,9 @@ class Scheduler:
                 heapify(self._deadlines)
         return list(family)
 
-    def _known_tokens(self, request: Request, transcript: Content) -> Content:
+    def known_tokens(self, request: Request, transcript: Content) -> Content:
+        """What `add` takes as the sequence's identity: the transcript, or the prompt's where the two name
+        full blocks of the prompt differently. Raises ``ValueError`` as `add` does."""
         prompt, size = request.content, self.blocks.block_size
         if request.n > 1:
             raise ValueError(f"request {request.id}: one transcript for n = {request.n} outputs")

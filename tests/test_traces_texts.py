@@ -68,7 +68,8 @@ def test_a_row_for_each_answer_after_all_before_it(
         (9, 4),
         (2, 1),
     ]
-    assert [a.request.session_id for a in trace] == ["c1", "c1", "conversation-2"]
+    assert [a.request.session_id for a in trace][:2] == ["c1", "c1"]
+    assert re.fullmatch(r"conversation-2-[0-9a-f]{12}", trace.arrivals[2].request.session_id or "")
     assert [a.request.id for a in trace] == ["answer-1", "answer-2", "answer-3"]
     first, second, _ = (a.request.content for a in trace)
     assert isinstance(first, TokenContent)
@@ -113,7 +114,7 @@ def test_every_answer_is_a_row_or_has_a_reason(tmp_path: Path, words: TextTokeni
     assert trace.num_rows == 11
     assert "answers 1" not in str(trace.skipped[0])
     assert str(trace.skipped[0]).endswith("1 row, answer 1")
-    with pytest.raises(TraceError, match=r"answer 1: an answer to nothing \(in 'conversation-1'\)"):
+    with pytest.raises(TraceError, match=r"answer 1: an answer to nothing \(in 'conversation-1-"):
         read(path, words, strict=True)
 
 
@@ -188,6 +189,60 @@ def test_texts_of_aiperf(
     assert (arrival.request.num_prompt_tokens, arrival.output_tokens) == expected
     assert arrival.request.arrival_ns == row["timestamp"] * 1_000_000
     assert isinstance(arrival.request.content, TokenContent)
+
+
+@pytest.mark.parametrize("name", ["text", "text_input"])
+def test_later_turns_of_aiperf_hold_answers_that_are_not_told(
+    tmp_path: Path, words: TextTokenizer, name: str
+) -> None:
+    rows = [
+        {name: "a b", "session_id": session, "timestamp": i, "output_length": 3}
+        for i, session in enumerate("stst")
+    ]
+    path = tmp_path / "t"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trace = read_trace(path, tokenizer=words)
+    assert [a.request.session_id for a in trace] == ["s", "t"]
+    assert [(group.reason, group.lines) for group in trace.skipped] == [
+        ("turns of a conversation, whose answers are not told", [3, 4])
+    ]
+
+
+def test_conversations_of_one_id_are_two(tmp_path: Path, words: TextTokenizer) -> None:
+    path = write(
+        tmp_path / "t",
+        said(("human", "a"), ("gpt", "b"), id="x"),
+        said(("human", "c"), ("gpt", "d"), id="x"),
+    )
+    trace = read(path, words)
+    assert len({a.request.session_id for a in trace}) == 2
+    assert "Conversations with the id of one before, taken as others: 1 row." in trace.notes
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for text in "ab":
+        write(folder / text, said(("human", text), ("gpt", "c")))
+    assert len({a.request.session_id for a in read(folder, words)}) == 2
+
+
+def test_a_tokenizer_does_neither_cut_nor_fill(
+    tmp_path: Path, word_tokenizer: Path, words: TextTokenizer
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    backend = Tokenizer.from_file(str(word_tokenizer))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=32)
+    file = tmp_path / "tokenizer.json"
+    backend.save(str(file))
+    other = TextTokenizer(file)
+    assert other.ids("a b c", "text").tolist() == words.ids("a b c", "text").tolist()
+    path = write(tmp_path / "t", CHAT)
+    assert read(path, words).sha256 != read(path, other).sha256
+    poor = Tokenizer(models.WordLevel({"a": 0}, "[UNK]"))
+    poor.pre_tokenizer = pre_tokenizers.Whitespace()
+    poor.save(str(file))
+    with pytest.raises(TraceError, match="cannot be tokenised"):
+        read(path, TextTokenizer(file))
 
 
 def test_a_tokenizer_that_cannot_be_used(

@@ -78,6 +78,8 @@ def convert(
     dropped = list(losses.sentences())
     dropped += [f"skipped on reading: {skipped}" for skipped in trace.skipped]
     dropped += [note for note in trace.notes if note.startswith("Unknown keys")]
+    if not trace.keeps_answers:
+        dropped.append("that later prompts leave reasoning out: a closed loop would not know it")
     if by_name(trace.format).clock == "absolute":
         dropped.append("dates: time 0 is that of the earliest row")
     notes = [note for note in trace.notes if not note.startswith("Unknown keys")]

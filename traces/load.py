@@ -18,12 +18,12 @@ from traces.session_files import is_session_trace, read_sessions
 from traces.sessions import SessionTrace
 from traces.shape import shaped_trace
 from traces.tokenizer import TextTokenizer
-from traces.trace import MADE_ARRIVALS, Trace, TraceStream, read_trace, stream_trace
+from traces.trace import MADE_ARRIVALS, NO_TIMES, Trace, TraceStream, read_trace, stream_trace
 from traces.turns import closed_loop
 
 AnyTrace = Trace | TraceStream | SessionTrace
 
-_UNTOLD = math.nan
+_UNTOLD = object()
 """``--closed-loop`` without a speed."""
 
 
@@ -107,7 +107,13 @@ def read_load(args: argparse.Namespace, path: Path, only_open: Sequence[str] = (
 def _rows_in_closed_loop(
     args: argparse.Namespace, path: Path, tokenizer: TextTokenizer | None
 ) -> SessionTrace:
-    speed = None if math.isnan(args.closed_loop) else args.closed_loop
+    speed = None if args.closed_loop is _UNTOLD else args.closed_loop
+    for step in args.shape:
+        if step.partition(":")[0] == "rate":
+            raise ValueError(
+                f"--shape {step} has no place in a closed loop, where answers set the pace: say --users "
+                "or --arrivals"
+            )
     if speed is not None and not 0 < speed < math.inf:
         raise ValueError(f"--closed-loop is {speed:g}, expected a speed above 0 in tokens/s")
 
@@ -125,11 +131,18 @@ def _rows_in_closed_loop(
     try:
         trace = read(None)
     except NoArrivalsError:
-        if speed is not None or args.spread:
-            flag = "--spread" if args.spread else "the speed of --closed-loop"
-            raise ValueError(f"{flag} has no effect: the rows of {path} have no times") from None
+        flags = {"the speed of --closed-loop": speed is not None, "--spread": args.spread}
+        for step in args.shape:
+            flags[f"--shape {step}"] = step.startswith("window:")
+        for flag, is_given in flags.items():
+            if is_given:
+                raise ValueError(
+                    f"{flag} has no effect: the first row of {path} has no time, so none is used"
+                ) from None
         trace = read("all-at-once")
-        notes = [note for note in trace.notes if not note.startswith(MADE_ARRIVALS)]
+        notes = [
+            n for n in trace.notes if not (n.startswith(MADE_ARRIVALS) and n.endswith(NO_TIMES))
+        ]
         return closed_loop(replace(trace, notes=notes), None)
     if speed is None:
         raise ValueError(

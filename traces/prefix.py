@@ -21,9 +21,8 @@ class PrefixHits:
     """Ideal hits over the requests whose prompts have an identity.
 
     A hit is the longest run of leading blocks that earlier arrivals had, looked up before the
-    request's own blocks go in. Of answers only those are cached that a source tells (a session's
-    transcript). An engine stays below this: it evicts, and it computes at least one token of every
-    prompt, and not the last one of an answer.
+    request's own blocks go in. Answers are not cached: rows do not say what they were. An engine that
+    knows none either stays below this: it evicts, and it computes at least one token of every prompt.
     """
 
     block_size: int
@@ -106,8 +105,7 @@ def ideal_prefix_hits(
     block_size : tokens a block. ``None`` = the trace's own where all its hash ids have one size
         (then the id of a partial last block counts too), else `DEFAULT_BLOCK_SIZE`.
     """
-    known = [arrival for arrival in arrivals if arrival.request.content is not None]
-    requests = [arrival.request for arrival in known]
+    requests = [arrival.request for arrival in arrivals if arrival.request.content is not None]
     if not requests:
         return None
     id_size = _id_size(requests)
@@ -115,20 +113,16 @@ def ideal_prefix_hits(
     by_ids = block_size is None and id_size is not None
     trie, key_set = _IdTrie(), _KeySet(size)
     blocks = hit_blocks = hit_tokens = requests_with_hits = 0
-    for request, _, transcript in known:
+    for request in requests:
         content = request.content
         assert content is not None
         held = content.num_tokens // size
         if id_size is None:
             hit = key_set.take(content, request.extra_keys)
             tokens = hit * size
-            if transcript is not None:
-                key_set.take(transcript, request.extra_keys)
         else:
             assert isinstance(content, HashedContent)
             hit, tokens = trie.take(content, request.extra_keys)
-            if isinstance(transcript, HashedContent):
-                trie.take(transcript, request.extra_keys)
             if by_ids:
                 held = len(content.hash_ids)
             else:

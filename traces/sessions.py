@@ -413,10 +413,14 @@ class SessionTrace:
                 "prefix hits are modelled."
             )
         known = sum(len(session.known_answers()) for session in self.sessions)
+        followed = sum(
+            len({turn.after[0] for turn in session.turns if turn.after})
+            for session in self.sessions
+        )
         return (
-            f"Answers of {known} of {self.num_requests} turns stand in a later prompt, as far as one can "
-            "tell, and their cached blocks are hit there; of reasoning that was left out of it the file "
-            "tells nothing."
+            f"Of {followed:,} answers that a turn follows, {known:,} stand in its prompt as far as one can "
+            "tell, and their cached blocks are hit there. Where reasoning is left out of later prompts, "
+            "that is too many."
         )
 
     def starting_by(self, arrivals: str) -> SessionTrace:

@@ -51,11 +51,18 @@ class TextTokenizer:
         except Exception as error:  # tokenizers raises plain Exception
             words = " ".join(str(error).split())
             raise TraceError(f"tokenizer {file}: is no {_FILE}: {words}") from None
-        self.about = (
-            f"Tokens are counted with {file} (sha256 {hashlib.sha256(data).hexdigest()[:16]}...), without a "
-            "chat template: its tokens around each message are not counted."
+        # Training leaves both in the file.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        self._about = (
+            f"Tokens counted with {file.name} (sha256 {self.sha256[:16]}...), without a chat template, whose "
+            "tokens around each message are left out"
         )
-        """What the report says of it."""
+
+    @property
+    def about(self) -> str:
+        return self._about
 
     def ids(self, text: object, name: str) -> npt.NDArray[np.int64]:
         """Token ids, ``[num_tokens]``, of the text of a field. Raises `RowError`."""
@@ -65,4 +72,8 @@ class TextTokenizer:
             text.encode()
         except UnicodeEncodeError:  # half of a surrogate pair, written as a JSON escape
             raise RowError(f"{name} is not valid text") from None
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int64)
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a model that has no token for what it does not know
+            raise RowError("cannot be tokenised", " ".join(str(error).split())) from None
+        return np.array(ids, np.int64)

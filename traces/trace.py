@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -27,6 +28,8 @@ from traces.workload import Arrival
 _NO_ARRIVAL = "no arrival time"
 MADE_ARRIVALS = "Arrival times are made"
 """Begins the note on arrivals by a process."""
+NO_TIMES = "; the file has none."
+"""Ends it, where it takes the place of nothing."""
 _EPOCH_NS = 10**17
 """A relative clock that starts later than this (3 years) is taken for a Unix clock."""
 
@@ -41,13 +44,16 @@ class Trace:
     path: Path
     format: str
     sha256: str
-    """Of the file's bytes as stored; of a folder, of its files' names and digests."""
+    """Of the file's bytes as stored; of a folder, of its files' names and digests. Where a tokenizer was
+    needed, of that digest and of its own."""
     num_rows: int
     """Rows in the file; ``len(arrivals)`` and the skipped rows add up to it."""
     arrivals: list[Arrival]
     skipped: list[Skipped]
     notes: list[str]
     """What was changed, assumed or ignored, a sentence each."""
+    keeps_answers: bool = True
+    """Whether later prompts of a session hold its answers as they were given."""
 
     @property
     def num_skipped(self) -> int:
@@ -229,6 +235,8 @@ def read_trace(
             raise TraceError("--spread has no effect on the times that --arrivals makes")
         files = TraceFiles(path, format, tokenizer)
         digest = files.sha256()
+        if tokenizer is not None:  # with another one these are other requests
+            digest = hashlib.sha256(f"{digest} {tokenizer.sha256}".encode()).hexdigest()
         checks = _WholeChecks(files, strict, process)
         rows: list[Row] = []
         for number, row in enumerate(files.rows(), 1):
@@ -256,6 +264,7 @@ def read_trace(
             arrivals=[_arrival(row, notes.start_ns, prefix) for row in rows],
             skipped=list(checks.skipped.values()),
             notes=about_ticks + notes.sentences(checks),
+            keeps_answers=files.format.keeps_answers,
         )
 
 
@@ -495,7 +504,7 @@ class _Notes:
                 + (
                     f"; those of {rows_text(checks.num_replaced)} are not used."
                     if checks.num_replaced
-                    else "; the file has none."
+                    else NO_TIMES
                 )
             )
         if self._files.format.assumes:

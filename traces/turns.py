@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from traces.closed import sent_at
-from traces.formats import all_formats
 from traces.formats.base import TraceError
 from traces.sessions import Session, SessionTrace, Turn
 from traces.trace import Trace
@@ -20,14 +19,13 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float | None) -> SessionTrace
 
     Rows of one ``session_id`` become its turns by arrival, rows without one a session each. The rows
     do not say when answers ended, so that takes an assumed answer speed: think time is what is left
-    of the time between two rows. ``None``: the rows' times mean nothing; no session has a start, and
+    of the time between two rows. ``None``: the rows' times are not used; no session has a start, and
     nobody thinks.
 
     Raises ``ValueError`` where the speed is not above 0, `TraceError` where no row has a session.
     """
     if answer_tokens_per_s is not None and not 0 < answer_tokens_per_s < math.inf:
         raise ValueError(f"answer speed is {answer_tokens_per_s} tokens/s, expected above 0")
-    keeps_answers = all(f.keeps_answers for f in all_formats() if f.name == trace.format)
     if all(arrival.request.session_id is None for arrival in trace.arrivals):
         raise TraceError(
             f"trace {trace.path}: no row has a session, so nothing can wait for answers"
@@ -54,26 +52,26 @@ def closed_loop(trace: Trace, answer_tokens_per_s: float | None) -> SessionTrace
                     after=(len(turns) - 1,) if turns else (),
                     think_ns=max(0, think_ns),
                     # What was sent before the answer was there cannot hold it.
-                    holds_answer=keeps_answers and think_ns >= 0,
+                    holds_answer=trace.keeps_answers and think_ns >= 0,
                 )
             )
         start_ns = None if answer_tokens_per_s is None else arrivals[0].request.arrival_ns
         sessions.append(Session(id=name, turns=tuple(turns), start_ns=start_ns))
     notes = [
         *trace.notes,
-        "Closed loop: the rows have no times, so the next turn is sent at once when an answer has ended."
+        "Closed loop without recorded times: the next turn is sent at once when an answer has ended."
         if answer_tokens_per_s is None
         else f"Closed loop: answers are taken to have come at {answer_tokens_per_s:g} tokens/s, which "
         "decides the think times.",
     ]
-    if not keeps_answers:
+    if not trace.keeps_answers:
         notes.append(
             f"Later prompts of {trace.format} leave reasoning out, so no answer is taken to be in them."
         )
     if num_early:
         notes.append(
-            f"Turns that were sent before that answer's end, and follow at once now: {num_early} of "
-            f"{len(trace.arrivals)}."
+            f"Turns that came before the answer in front of them had ended at that speed, and follow it at "
+            f"once now: {num_early:,} of {len(trace.arrivals):,}."
         )
     closed = SessionTrace(
         path=trace.path,

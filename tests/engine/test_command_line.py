@@ -133,7 +133,9 @@ def test_replay_in_closed_loop_hits_what_the_simulator_hits(
         assert done.summary["kv"]["prefix_hit_rate"] == pytest.approx((32 + 64) / (16 + 48 + 80))
         settings = done.document["settings"]
         assert "in closed loop" in settings["load"]
-        assert any("2 of 3 turns" in note for note in settings["trace_notes"])
+        assert any(
+            "Of 2 answers that a turn follows, 2 stand" in note for note in settings["trace_notes"]
+        )
     refused = ran("replay", *flags, "--requests", 2, *tiny)
     is_refused(refused, "--requests has no effect with --closed-loop")
 

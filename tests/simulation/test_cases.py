@@ -523,7 +523,7 @@ def test_si_09_flag_tokenizer(tmp_path: Path, word_tokenizer: Path) -> None:
     assert any("chat template" in note for note in ran.document["settings"]["trace_notes"])
     is_refused(command("--trace", path, "--tokenizer", word_tokenizer, "--closed-loop"), "no start")
     is_refused(
-        command("--trace", path, "--tokenizer", word_tokenizer, "--closed-loop", 5), "no times"
+        command("--trace", path, "--tokenizer", word_tokenizer, "--closed-loop", 5), "has no time"
     )
     for how in (("--users", 1), process):
         flags = ("--tokenizer", word_tokenizer, "--closed-loop", *how)
@@ -611,15 +611,17 @@ def test_si_09_flag_closed_loop(tmp_path: Path) -> None:
     # 65 tokens at 10 a second leave 13.5 s to think, three times.
     assert 3 * 13.5 < ran.summary["makespan_s"] < 3 * 13.5 + 20
     said = " ".join(command("--trace", path, "--closed-loop", 10).out.split())
-    assert "Answers of 3 of 4 turns stand in a later prompt" in said
+    assert "Of 3 answers that a turn follows, 3 stand in its prompt" in said
     # Of 160, 256 and 352 prompt tokens all but the 32 new ones: 64 + 96 turn of prompt, 64 of answer.
     prompts = 64 + 160 + 256 + 352
     assert ran.summary["kv"]["prefix_hit_rate"] == pytest.approx((128 + 224 + 320) / prompts)
     alone = command("--trace", path, "--json")
     assert alone.summary["kv"]["prefix_hit_rate"] == pytest.approx((64 + 160 + 256) / prompts)
-    for speed in (0, -1, "inf"):
+    for speed in (0, -1, "inf", "nan"):
         is_refused(command("--trace", path, "--closed-loop", speed), "--closed-loop is", "above 0")
     is_refused(command("--trace", path, "--closed-loop"), "needs the speed")
+    shaped = command("--trace", path, "--closed-loop", 9, "--shape", "rate:factor=2,by=stretch")
+    is_refused(shaped, "--shape rate:factor=2,by=stretch has no place in a closed loop")
     for flag in ("--warm-start", "--max-tokens", "--deadline"):
         said = command("--trace", path, "--closed-loop", 9, flag, 2)
         is_refused(said, f"{flag} has no effect with --closed-loop")

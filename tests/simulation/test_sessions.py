@@ -309,10 +309,8 @@ def test_an_infinite_cache_hits_what_is_ideal_when_turns_follow_each_other() -> 
     run = serve(Watched(sessions, users=1))
     ideal = ideal_prefix_hits(sent, 16)
     assert ideal is not None
-    assert sum(run.requests["cached_tokens"]) == ideal.hit_tokens
-    prompts_only = ideal_prefix_hits([arrival._replace(transcript=None) for arrival in sent], 16)
-    assert prompts_only is not None
-    assert ideal.hit_tokens == prompts_only.hit_tokens + 4 * 32  # 96 of 100 against 128 of 139
+    # That is of prompts alone; of the answer behind 100 tokens 128 of 139 are hit instead of 96.
+    assert sum(run.requests["cached_tokens"]) == ideal.hit_tokens + 4 * 32
 
 
 def test_a_ramp_is_an_open_load() -> None:

@@ -6,7 +6,7 @@ so it says nothing of when a request arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
@@ -33,6 +33,7 @@ from traces.formats.base import (
 from traces.formats.mooncake import HASH_BLOCK_SIZE
 from traces.formats.native import hashed
 
+_LATER_TURN = "turns of a conversation, whose answers are not told"
 _CHATS = frozenset({"messages", "payload"})
 _MODALITIES = frozenset(
     {"text", "texts", "image", "images", "audio", "audios", "video", "videos", "turns"}
@@ -70,18 +71,42 @@ class AiperfMooncake(TextFormat, JsonLinesFormat):
         return max(scores, default=0)
 
     def parse(self, line: int, record: dict[str, Any]) -> Row:
-        given = {key: value for key, value in record.items() if value is not None}
-        if "input_length" in given:
-            prompt_tokens, content = _counted(given)
-        elif "text_input" in given:
+        return self.parser()(line, record)
+
+    def parser(self) -> Callable[[int, dict[str, Any]], Row]:
+        sessions = _Sessions()
+
+        def parse(line: int, record: dict[str, Any]) -> Row:
+            given = {key: value for key, value in record.items() if value is not None}
+            if "input_length" in given:
+                return _row(line, given, *_counted(given))
+            if "text_input" not in given:
+                for name in sorted(given.keys() & _CHATS):
+                    raise RowError(f"{name} without input_length: a chat template would be needed")
+                raise RowError("input_length missing")
             if self.tokenizer is None:
                 raise RowError(NO_TOKENIZER)
-            prompt_tokens, content = _text(self.tokenizer, {"text_input": given["text_input"]})
-        else:
-            for name in sorted(given.keys() & _CHATS):
-                raise RowError(f"{name} without input_length: a chat template would be needed")
-            raise RowError("input_length missing")
-        return _row(line, given, prompt_tokens, content)
+            sessions.begin(given)
+            row = _row(line, given, *_text(self.tokenizer, {"text_input": given["text_input"]}))
+            return row._replace(remarks=frozenset({self.tokenizer.about}))
+
+        return parse
+
+
+class _Sessions:
+    """Sessions whose first text has been seen. What follows is put behind it and its answers, see
+    conversation-context-mode.md in aiperf's documentation."""
+
+    def __init__(self) -> None:
+        self._begun: set[str] = set()
+
+    def begin(self, given: dict[str, Any]) -> None:
+        """Raises `RowError` for a later turn."""
+        if "session_id" in given:
+            name = label(given["session_id"], "session_id")
+            if name in self._begun:
+                raise RowError(_LATER_TURN)
+            self._begun.add(name)
 
 
 def _counted(given: dict[str, Any]) -> tuple[int, Content | None]:
@@ -138,18 +163,19 @@ class AiperfTurns(TextFormat):
         )
 
     def rows(self, source: BinaryIO) -> Iterator[Row | BadRow]:
+        sessions = _Sessions()
         for number, line in text_lines(source):
             try:
-                yield self._row(number, json_object(line))
+                yield self._row(number, json_object(line), sessions)
             except RowError as error:
                 yield BadRow(number, error.reason, error.detail)
 
-    def _row(self, number: int, record: dict[str, Any]) -> Row:
+    def _row(self, number: int, record: dict[str, Any], sessions: _Sessions) -> Row:
         given = {key: value for key, value in record.items() if value is not None}
         if self.tokenizer is None:
             raise RowError(NO_TOKENIZER)
         if "turns" in given:
-            raise RowError("turns of a conversation, whose answers are not told")
+            raise RowError(_LATER_TURN)
         if others := sorted(given.keys() & (_MODALITIES - {"text", "texts"})):
             raise RowError(f"holds {', '.join(others)}: only texts are counted")
         texts = [given["text"]] if "text" in given else given.get("texts", [])
@@ -158,6 +184,10 @@ class AiperfTurns(TextFormat):
         named = {f"texts[{index}]": text for index, text in enumerate(texts)}
         if not named:
             raise RowError("text missing")
+        sessions.begin(given)
         row = _row(number, given, *_text(self.tokenizer, named))
         known = _MODALITIES | _ABOUT_TURNS | {"extra"}
-        return row._replace(unknown_keys=frozenset(record.keys() - known))
+        return row._replace(
+            remarks=frozenset({self.tokenizer.about}),
+            unknown_keys=frozenset(record.keys() - known),
+        )

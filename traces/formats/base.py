@@ -298,7 +298,11 @@ class Tokenizer(Protocol):
 
     @property
     def about(self) -> str:
-        """A sentence for the report."""
+        """What is said of a row that it counted, see ``Row.remarks``."""
+
+    @property
+    def sha256(self) -> str:
+        """Of its file."""
 
     def ids(self, text: object, name: str) -> npt.NDArray[np.int64]:
         """Token ids, ``[num_tokens]``, of the text of a field. Raises `RowError`."""
@@ -348,8 +352,6 @@ class TextFormat(TraceFormat):
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
-        if tokenizer is not None:
-            self.assumes = tokenizer.about
 
     def counting(self, tokenizer: Tokenizer) -> Self:
         return type(self)(tokenizer)

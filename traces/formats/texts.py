@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO, ClassVar, Literal, NamedTuple
 
@@ -50,30 +51,38 @@ class ShareGpt(TextFormat):
                 "holds texts, whose tokens a tokenizer has to count: name the model's with "
                 "--tokenizer FILE (a tokenizer.json)"
             )
-        num_conversations = number = 0
+        number = 0
+        names: set[str] = set()
         for _, document in json_documents(text_lines(source)):
             for conversation in document if isinstance(document, list) else [document]:
-                num_conversations += 1
-                for found in self._answers(conversation, f"conversation-{num_conversations}"):
+                for found in self._answers(conversation, names):
                     number += 1
                     if isinstance(found, RowError):
                         yield BadRow(number, found.reason, found.detail)
                     else:
                         yield found._replace(line=number)
 
-    def _answers(self, conversation: object, name: str) -> Iterator[Row | RowError]:
-        """A row for each answer, without its number; ``name`` is that of a conversation without one."""
+    def _answers(self, conversation: object, names: set[str]) -> Iterator[Row | RowError]:
+        """A row for each answer, without its number; ``names`` are those of the conversations before."""
         assert self.tokenizer is not None
         try:
             messages = _messages(conversation)
             assert isinstance(conversation, dict)
-            if conversation.get("id") not in (None, ""):
-                name = label(conversation["id"], "id")
+            given = conversation.get("id")
+            given = None if given in (None, "") else label(given, "id")
             ids = [self.tokenizer.ids(message.text, "value") for message in messages]
         except RowError as error:
             yield error
             return
         whole, start = np.concatenate(ids), 0
+        # Unlike any other name, in this file and in the other shards of a folder.
+        made = f"conversation-{len(names) + 1}-{hashlib.sha256(whole.tobytes()).hexdigest()[:12]}"
+        is_new = given is not None and given not in names
+        name = given if given is not None and is_new else made
+        names.add(name)
+        remarks = {self.tokenizer.about}
+        if given is not None and not is_new:
+            remarks.add("Conversations with the id of one before, taken as others")
         for message, own in zip(messages, ids, strict=True):
             end = start + len(own)
             if message.is_answer:
@@ -89,6 +98,7 @@ class ShareGpt(TextFormat):
                         output_tokens=len(own),
                         content=TokenContent(whole[:start]),  # a view: all of them share one array
                         session_id=name,
+                        remarks=frozenset(remarks),
                     )
             start = end
 

@@ -156,6 +156,8 @@ class _Chain:
     after: tuple[int, ...]
     delay_ns: int = 0
     """From the end of ``after`` to the start of the list."""
+    starts_early: bool = False
+    """Whether it started before that end."""
     last: _Call | None = None
     has_gap: bool = False
     """Whether requests were skipped since the last one."""
@@ -250,7 +252,9 @@ class _Reader:
                 output_tokens=call.output_tokens,
                 after=(*chain.after, *(child.turn for child in chain.children)),
                 think_ns=chain.delay_ns + max(0, wait_ns),
-                holds_answer=wait_ns >= 0,
+                # Sub-agents apart: what was sent before that answer was there cannot hold it.
+                holds_answer=call.time_ns >= chain.now_ns
+                and not (chain.last is None and chain.starts_early),
             )
         )
         self._lines.append(self._found.num_rows)
@@ -285,6 +289,7 @@ class _Reader:
             now_ns=first_ns,
             after=parent.after,
             delay_ns=parent.delay_ns + max(0, start_ns - parent.now_ns),
+            starts_early=start_ns < parent.now_ns,
         )
         self._read(requests, child, depth + 1)
         if child.last is not None and entry.get("status") != "async_launched":
