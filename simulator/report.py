@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,6 +17,7 @@ from simulator.pictures import TimeBins
 from simulator.run import RunResult, package_version
 from simulator.settings import Setup
 from simulator.verdict import Verdict
+from simulator.verdict.facts import format_share
 from traces.load import AnyTrace
 from traces.sessions import SessionTrace
 
@@ -39,11 +39,6 @@ def format_seconds(value: float | None) -> str:
     if value < 0.9995:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
-
-
-def format_share(value: float | None) -> str:
-    # Rounded down: 99.97 % of the requests are not all of them.
-    return "-" if value is None else f"{math.floor(value * 1000 + 1e-9) / 10:.1f}%"
 
 
 def _line(label: str, text: str) -> list[str]:

@@ -178,7 +178,10 @@ def load_text(trace: AnyTrace, users: int | None) -> str:
         starts = "at their starts" if users is None else f"by {users:,} users"
         return f"{len(trace.sessions):,} sessions {starts}, in closed loop: turns wait for answers"
     if users is not None:
-        return f"closed loop: {users:,} requests under way, the next as one ends"
+        return (
+            f"closed loop: {users:,} requests under way, the next as one ends (turns of a session do not "
+            "wait for each other)"
+        )
     return "open loop: requests come at the trace's times, whatever the server does"
 
 

@@ -391,3 +391,8 @@ def shares(facts: Facts, where: Where) -> str:
     if compute is None or bandwidth is None:
         return "how much of the peaks they use is unknown to this cost model"
     return f"at {compute:.0%} of the peak FLOP/s and {bandwidth:.0%} of the peak bandwidth"
+
+
+def format_share(value: float | None) -> str:
+    # Rounded down: 99.97 % of the requests are not all of them.
+    return "-" if value is None else f"{math.floor(value * 1000 + 1e-9) / 10:.1f}%"

@@ -27,7 +27,7 @@ from simulator.verdict.changes import (
     more_blocks,
     most_blocks,
 )
-from simulator.verdict.facts import QUEUED_SHARE, Facts
+from simulator.verdict.facts import QUEUED_SHARE, Facts, format_share
 from simulator.verdict.queue import PRESSED, why_queued, with_replicas
 from simulator.verdict.steps import slow_first_token, slow_tokens
 
@@ -139,7 +139,7 @@ def _sentence(facts: Facts, state: State) -> str:
         text = "Stable: requests are served as they come."
     attainment = facts.summary["goodput"]["attainment"]
     if attainment is not None:
-        text += f" {attainment:.1%} of all requests met the limits."
+        text += f" {format_share(attainment)} of all requests met the limits."
     for entry in facts.summary["goodput"]["slo"]["statistics"]:
         text += f" {entry['limit']} {'holds' if entry['holds'] else 'does not hold'}."
     counts = {

@@ -120,7 +120,10 @@ def by_name(name: str) -> TraceFormat:
     for known in all_formats():
         if known.name == name:
             return known
-    raise TraceError(f"no trace format {name!r}; there are {known_formats()}")
+    sessions = ", ".join(known.name for known in SESSION_FORMATS)
+    raise TraceError(
+        f"no trace format {name!r}; there are {known_formats()}; of sessions: {sessions}"
+    )
 
 
 def detect(head: Head) -> TraceFormat | None:
