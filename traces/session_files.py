@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+from traces.files import naming
 from traces.formats import SESSION_FORMATS
 from traces.formats.base import BadRow, Head, TraceError, text_lines
 from traces.formats.session_base import Document, Gathered, SessionFormat
@@ -129,16 +130,12 @@ def _by_reason(bad: Iterable[BadRow], counted_as: str) -> list[Skipped]:
 
 @contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Every failure to read a path as one line that names it."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise TraceError(f"trace {path}: no such file") from None
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise TraceError(f"trace {path}: cannot be read: {why}") from None
-    except TraceError as error:
-        raise TraceError(f"trace {path}: {error}") from None
+    """Every failure to read a path as one line that names it, those of archives too."""
+    with naming(path):
+        try:
+            yield
+        except (EOFError, zlib.error, tarfile.TarError) as error:
+            raise TraceError(f"cannot be read: {error}") from None
 
 
 _SUFFIXES = (".json", ".jsonl", ".csv", ".json.gz", ".jsonl.gz", ".csv.gz")

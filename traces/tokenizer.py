@@ -55,14 +55,10 @@ class TextTokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.sha256 = hashlib.sha256(data).hexdigest()
-        self._about = (
+        self.about = (
             f"Tokens counted with {file.name} (sha256 {self.sha256[:16]}...), without a chat template, whose "
             "tokens around each message are left out"
         )
-
-    @property
-    def about(self) -> str:
-        return self._about
 
     def ids(self, text: object, name: str) -> npt.NDArray[np.int64]:
         """Token ids, ``[num_tokens]``, of the text of a field. Raises `RowError`."""
